@@ -1,0 +1,1 @@
+"""Reads model files from disk: GGUF and safetensors."""
