@@ -1,0 +1,5 @@
+"""Weights as they lie in memory: dense or packed, all behind `QuantWeight`."""
+
+from engine.quantization.base import QuantWeight as QuantWeight
+from engine.quantization.dense import DenseWeight as DenseWeight
+from engine.quantization.ggml import GGMLWeight as GGMLWeight

@@ -1,0 +1,160 @@
+"""Turns a step's plan into tensors, runs the decoder once, and returns logits."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from engine.kv_cache import KVCache, NativeKVCache, kv_cache_dtype, native_kv_dtype
+from engine.layers.attention import AttentionContext
+from engine.models.loader import LoadedModel
+from engine.models.native_decoder import NativeDecoder
+from engine.scheduler import ScheduledRequest, StepPlan
+from kernels.cpu.program import StepBatch
+from kernels.metadata import AttentionMetadata
+
+
+class Runner(Protocol):
+    """Runs one ragged forward pass for all requests of a step together."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV cache."""
+        ...
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        """Bytes of activations and scratch; None where they come and go with each step."""
+        ...
+
+    def execute(self, plan: StepPlan, all_logits: bool = False) -> torch.Tensor:
+        """Computes a step and writes its keys and values. Returns logits, float32 [num_rows, vocab_size].
+
+        Rows follow `plan.scheduled`: one for each entry that samples, plus one for each of its draft
+        tokens, which come first in the entry's rows. With `all_logits`, one for every scheduled token.
+        Raises ValueError for a plan beyond the token budget or with too few blocks.
+        """
+        ...
+
+
+def make_runner(loaded: LoadedModel, num_blocks: int, block_size: int, kv_dtype: torch.dtype, budget: int) -> Runner:
+    """The runner of a loaded model with a KV cache of its own; `budget` is the most tokens of a step."""
+    if loaded.native:
+        native_cache = NativeKVCache(loaded.config, num_blocks, block_size, kv_dtype)
+        return NativeRunner(loaded, native_cache, budget)
+    return ModelRunner(loaded, KVCache(loaded.config, num_blocks, block_size, kv_dtype, loaded.device), budget)
+
+
+def runner_kv_dtype(loaded: LoadedModel, name: str) -> torch.dtype:
+    """What `EngineConfig.kv_dtype` means for a loaded model. Raises ValueError for what it cannot do."""
+    return native_kv_dtype(name) if loaded.native else kv_cache_dtype(name, loaded.dtype)
+
+
+class ModelRunner:
+    """Calls the decoder's layers one after another; runs on every device."""
+
+    def __init__(self, loaded: LoadedModel, kv_cache: KVCache, max_batched_tokens: int) -> None:
+        self.loaded = loaded
+        self.kv_cache = kv_cache
+        self.max_batched_tokens = max_batched_tokens
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv_cache.nbytes
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        return None
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan, all_logits: bool = False) -> torch.Tensor:
+        step = _Step(plan, all_logits, self.max_batched_tokens)
+        device = self.loaded.device
+        if not step.input_ids:
+            return torch.empty(0, self.loaded.config.vocab_size, device=device)
+        model = self.loaded.model
+        hidden = model.forward(
+            torch.tensor(step.input_ids, device=device),
+            torch.tensor(step.positions, device=device),
+            AttentionContext(step.metadata(self.kv_cache.block_size, device), self.kv_cache.layers),
+        )
+        if len(step.wanted_rows) < len(step.input_ids):
+            hidden = hidden[torch.tensor(step.wanted_rows, dtype=torch.int64, device=device)]
+        return model.compute_logits(hidden)
+
+
+class NativeRunner:
+    """Runs the decoder as one list of operations of the native CPU kernels."""
+
+    def __init__(self, loaded: LoadedModel, kv_cache: NativeKVCache, max_batched_tokens: int) -> None:
+        self.kv_cache = kv_cache
+        self.max_batched_tokens = max_batched_tokens
+        self.decoder = NativeDecoder(loaded.model, loaded.config, kv_cache, max_batched_tokens)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv_cache.nbytes
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        return self.decoder.workspace_bytes
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan, all_logits: bool = False) -> torch.Tensor:
+        step = _Step(plan, all_logits, self.max_batched_tokens)
+        if step.input_ids:
+            metadata = step.metadata(self.kv_cache.block_size, torch.device("cpu"))
+            self.decoder.forward(
+                StepBatch(
+                    torch.tensor(step.input_ids, dtype=torch.int32),
+                    torch.tensor(step.positions, dtype=torch.int32),
+                    metadata.slot_mapping,
+                    metadata.cu_seqlens_q,
+                    metadata.seq_lens,
+                    metadata.block_table,
+                    selected=torch.empty(0, dtype=torch.int32),
+                )
+            )
+        return self.decoder.logits(step.wanted_rows)
+
+
+class _Step:
+    """The rows of a plan, one request after another."""
+
+    def __init__(self, plan: StepPlan, all_logits: bool, budget: int) -> None:
+        self.plan = plan
+        self.input_ids: list[int] = []
+        self.positions: list[int] = []
+        self.wanted_rows: list[int] = []
+        for entry in plan.scheduled:
+            self.input_ids.extend(_tokens(entry))
+            self.positions.extend(range(entry.start, entry.start + entry.num_new_tokens))
+            if all_logits:
+                self.wanted_rows = list(range(len(self.input_ids)))
+            elif entry.samples:
+                self.wanted_rows.extend(range(len(self.input_ids) - 1 - _num_drafts(entry), len(self.input_ids)))
+        if len(self.input_ids) > budget:
+            raise ValueError(f"a step of {len(self.input_ids)} tokens is beyond the limit of {budget}")
+
+    def metadata(self, block_size: int, device: torch.device) -> AttentionMetadata:
+        entries = self.plan.scheduled
+        return AttentionMetadata.build(
+            [entry.request.block_table for entry in entries],
+            [entry.num_new_tokens for entry in entries],
+            [entry.start + entry.num_new_tokens for entry in entries],
+            block_size,
+            device,
+        )
+
+
+def _tokens(entry: ScheduledRequest) -> list[int]:
+    """The tokens an entry computes; those beyond the request's own are its drafts."""
+    request, end = entry.request, entry.start + entry.num_new_tokens
+    tokens = request.token_ids[entry.start : end]
+    missing = entry.num_new_tokens - len(tokens)
+    return tokens + request.draft_token_ids[:missing] if missing else tokens
+
+
+def _num_drafts(entry: ScheduledRequest) -> int:
+    return max(0, entry.start + entry.num_new_tokens - entry.request.num_tokens)

@@ -1,0 +1,203 @@
+"""The native library behind its C interface (src/kvasir_cpu.h), through ctypes.
+
+The library is optional: a machine without a compiler at install time lacks it, and
+`load()` says so. Everything that mirrors the header stands in this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+ABI_VERSION = 1
+GROUP = 32
+TILE = 8
+
+
+class WeightFormat(enum.IntEnum):
+    Q4_F16 = 0
+    Q4_F32 = 1
+    Q8_F16 = 2
+    Q8_F32 = 3
+    DENSE_F32 = 4
+    DENSE_F16 = 5
+    DENSE_BF16 = 6
+
+
+class SourceFormat(enum.IntEnum):
+    Q4_0 = 0
+    Q4_1 = 1
+    Q8_0 = 2
+    F32 = 3
+    F16 = 4
+    BF16 = 5
+
+
+class OpKind(enum.IntEnum):
+    EMBED = 0
+    NORM = 1
+    QUANTIZE = 2
+    MATMUL = 3
+    ROPE_KV = 4
+    ATTENTION = 5
+    SELECT = 6
+
+
+class ActivationKind(enum.IntEnum):
+    F32 = 0
+    INT8 = 1
+    INT16 = 2
+    BYTE_PAIR = 3
+
+
+class Epilogue(enum.IntEnum):
+    STORE = 0
+    ADD = 1
+    SWIGLU = 2
+    GEGLU = 3
+
+
+class Weight(ctypes.Structure):
+    _fields_ = [("format", c_int32), ("rows", c_int32), ("columns", c_int32), ("reserved", c_int32), ("data", c_void_p)]
+
+
+class ActivationBuffer(ctypes.Structure):
+    _fields_ = [
+        ("kind", c_int32),
+        ("columns", c_int32),
+        ("values", c_void_p),
+        ("scales", c_void_p),
+        ("scaled_sums", c_void_p),
+    ]
+
+
+class AttentionSpec(ctypes.Structure):
+    _fields_ = [
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("rotary_dim", c_int32),
+        ("block_size", c_int32),
+        ("kv_is_half", c_int32),
+        ("window", c_int32),
+        ("reserved", c_int32),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("norm_eps", c_float),
+        ("reserved_float", c_float),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+    ]
+
+
+class Op(ctypes.Structure):
+    _fields_ = [
+        ("kind", c_int32),
+        ("epilogue", c_int32),
+        ("columns", c_int32),
+        ("on_selected", c_int32),
+        ("factor", c_float),
+        ("output_stride", c_int32),
+        ("input", c_void_p),
+        ("output", c_void_p),
+        ("norm", c_void_p),
+        ("bias", c_void_p),
+        ("weight", POINTER(Weight)),
+        ("activation", POINTER(ActivationBuffer)),
+        ("attention", POINTER(AttentionSpec)),
+    ]
+
+
+class Batch(ctypes.Structure):
+    _fields_ = [
+        ("num_rows", c_int32),
+        ("num_sequences", c_int32),
+        ("num_selected", c_int32),
+        ("max_blocks", c_int32),
+        ("input_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("cu_seqlens_q", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("selected", c_void_p),
+    ]
+
+
+_SIGNATURES = {
+    "kv_abi_version": (c_int32, []),
+    "kv_instruction_set": (c_char_p, []),
+    "kv_instruction_sets": (c_char_p, []),
+    "kv_use_instruction_set": (c_int32, [c_char_p]),
+    "kv_set_num_threads": (c_int32, [c_int32]),
+    "kv_packed_bytes": (c_int64, [c_int32, c_int32, c_int32]),
+    "kv_packed_format": (c_int32, [c_int32]),
+    "kv_pack": (c_int32, [c_int32, c_void_p, c_int32, c_int32, c_void_p]),
+    "kv_dequantize": (c_int32, [POINTER(Weight), c_int32, c_int32, c_void_p]),
+    "kv_run": (c_int32, [POINTER(Op), c_int32, POINTER(Batch)]),
+    "kv_run_profiled": (c_int32, [POINTER(Op), c_int32, POINTER(Batch), c_void_p]),
+}
+
+
+class NativeLibraryError(RuntimeError):
+    """The native library is missing, of another version, or refused a request."""
+
+
+def library_path() -> Path | None:
+    """The library that the package build made, or None."""
+    folder = Path(__file__).parent
+    found = sorted(path for path in folder.glob("_native*") if path.suffix in (".so", ".pyd", ".dll", ".dylib"))
+    return found[0] if found else None
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Loads the library once. Raises `NativeLibraryError` saying what is missing and what to do."""
+    path = library_path()
+    if path is None:
+        raise NativeLibraryError(
+            "the native CPU kernels were not built (no C++ compiler when Kvasir was installed); "
+            "install one (Debian: g++) and run `pip install -e .` again"
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeLibraryError(f"the native CPU kernels in {path} cannot be loaded: {error}") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    if library.kv_abi_version() != ABI_VERSION:
+        raise NativeLibraryError(
+            f"the native CPU kernels in {path} have interface version {library.kv_abi_version()}, "
+            f"this Kvasir needs {ABI_VERSION}; run `pip install -e .` again"
+        )
+    return library
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets that both the build and this processor have, best first."""
+    return load().kv_instruction_sets().decode().split()
+
+
+def instruction_set() -> str:
+    """The instruction set in use."""
+    return load().kv_instruction_set().decode()
+
+
+def use_instruction_set(name: str) -> None:
+    """Raises `NativeLibraryError` if this build or this processor lacks it."""
+    if load().kv_use_instruction_set(name.encode()) != 0:
+        raise NativeLibraryError(f"no {name} kernels here; there are: {', '.join(instruction_sets())}")
+
+
+def set_num_threads(num_threads: int) -> int:
+    """Sizes the library's own thread pool, the calling thread included; returns the size in use."""
+    return load().kv_set_num_threads(num_threads)

@@ -1,0 +1,397 @@
+// Eight lanes of float and the integer dot products of the quantised kernels, one
+// spelling for every instruction set. Kernel sources are compiled once per
+// instruction set; KV_ISA names the namespace so that the copies cannot mix.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#define KV_X86 1
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#define KV_NEON 1
+#endif
+
+namespace KV_ISA {
+
+// The upper half of a float.
+struct BFloat16 {
+    uint16_t bits;
+    float value() const {
+        const uint32_t wide = uint32_t(bits) << 16;
+        float out;
+        std::memcpy(&out, &wide, 4);
+        return out;
+    }
+};
+
+inline float half_to_float(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000u) << 16;
+    uint32_t bits = h & 0x7fffu;
+    if (bits >= 0x7c00u) {
+        bits = 0x7f800000u | (bits & 0x3ffu) << 13;
+    } else if (bits >= 0x400u) {
+        bits = (bits << 13) + (112u << 23);
+    } else {
+        // Subnormal: the value is bits * 2^-24, exact in float.
+        const float value = float(bits) * 5.9604644775390625e-8f;
+        std::memcpy(&bits, &value, 4);
+    }
+    bits |= sign;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+// Round to nearest even, as F16C and NEON do.
+inline uint16_t float_to_half(float f) {
+    uint32_t bits;
+    std::memcpy(&bits, &f, 4);
+    const uint16_t sign = uint16_t(bits >> 16 & 0x8000u);
+    bits &= 0x7fffffffu;
+    if (bits >= 0x7f800000u) return uint16_t(sign | (bits > 0x7f800000u ? 0x7e00u : 0x7c00u));
+    if (bits >= 0x47800000u) return uint16_t(sign | 0x7c00u);
+    if (bits < 0x38800000u) {
+        float value;
+        std::memcpy(&value, &bits, 4);
+        // Adding 0.5 aligns the last bit of a subnormal half with the last bit of the sum.
+        value += 0.5f;
+        std::memcpy(&bits, &value, 4);
+        return uint16_t(sign | (bits - 0x3f000000u));
+    }
+    const uint32_t odd = bits >> 13 & 1u;
+    return uint16_t(sign | ((bits + 0xfffu + odd - (112u << 23)) >> 13));
+}
+
+#if defined(KV_X86)
+
+struct F8 {
+    __m256 v;
+    static F8 zero() { return {_mm256_setzero_ps()}; }
+    static F8 set1(float x) { return {_mm256_set1_ps(x)}; }
+    static F8 load(const float* p) { return {_mm256_loadu_ps(p)}; }
+    static F8 load(const uint16_t* p) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))}; }
+    static F8 load(const BFloat16* p) {
+        const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+    }
+    void store(float* p) const { _mm256_storeu_ps(p, v); }
+    void store(uint16_t* p) const {
+        _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+    }
+};
+inline F8 operator+(F8 a, F8 b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline F8 operator-(F8 a, F8 b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline F8 operator*(F8 a, F8 b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline F8 operator/(F8 a, F8 b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline F8 fma(F8 a, F8 b, F8 c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline F8 max(F8 a, F8 b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline F8 min(F8 a, F8 b) { return {_mm256_min_ps(a.v, b.v)}; }
+inline F8 abs(F8 a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
+inline F8 round(F8 a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline F8 scale_by_power_of_two(F8 a, F8 n) {
+    const __m256i shift = _mm256_slli_epi32(_mm256_cvtps_epi32(n.v), 23);
+    return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a.v), shift))};
+}
+inline float sum(F8 a) {
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+}
+inline float max_lane(F8 a) {
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
+}
+inline void store_int8(F8 rounded, int8_t* p) {
+    const __m256i i32 = _mm256_cvtps_epi32(rounded.v);
+    const __m128i i16 = _mm_packs_epi32(_mm256_castsi256_si128(i32), _mm256_extracti128_si256(i32, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(i16, i16));
+}
+inline void store_int16(F8 rounded, int16_t* p) {
+    const __m256i i32 = _mm256_cvtps_epi32(rounded.v);
+    _mm_storeu_si128((__m128i*)p,
+                     _mm_packs_epi32(_mm256_castsi256_si128(i32), _mm256_extracti128_si256(i32, 1)));
+}
+
+// 8 rows of 4 unsigned nibbles each, as 32 bytes.
+using Nibbles = __m256i;
+inline void load_nibbles(const uint8_t* p, Nibbles& low, Nibbles& high) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    const __m256i bytes = _mm256_loadu_si256((const __m256i*)p);
+    low = _mm256_and_si256(bytes, mask);
+    high = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask);
+}
+
+// Sums nibble * int8 over one group of 32 for 8 rows. Without VNNI the sums stay in
+// 16 bits: 8 steps of at most 2 * 15 * 127 reach 30480, under 32767.
+struct NibbleDot {
+    enum { BYTES_PER_COLUMN = 1 };
+    __m256i acc = _mm256_setzero_si256();
+    void add(Nibbles w, const int8_t* x) {
+        int32_t four;
+        std::memcpy(&four, x, 4);
+        const __m256i broadcast = _mm256_set1_epi32(four);
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+        acc = _mm256_dpbusd_epi32(acc, w, broadcast);
+#else
+        acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, broadcast));
+#endif
+    }
+    __m256i sums() const {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+        return acc;
+#else
+        return _mm256_madd_epi16(acc, _mm256_set1_epi16(1));
+#endif
+    }
+    F8 finish() const { return {_mm256_cvtepi32_ps(sums())}; }
+};
+
+// The same with values 256 * high + low, given as four high bytes, then four low ones.
+struct NibbleDotPair {
+    enum { BYTES_PER_COLUMN = 2 };
+    NibbleDot high, low;
+    void add(Nibbles w, const int8_t* x) {
+        high.add(w, x);
+        low.add(w, x + 4);
+    }
+    F8 finish() const {
+        return {_mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.sums(), 8), low.sums()))};
+    }
+};
+
+// 8 rows of 2 signed bytes each, widened to 16 bits.
+using BytePairs = __m256i;
+inline BytePairs load_byte_pairs(const int8_t* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+}
+
+// Sums int8 * int16 over a group of 32 for 8 rows: at most 32 * 128 * 32767, under 2^31.
+struct ByteDot {
+    __m256i acc = _mm256_setzero_si256();
+    void add(BytePairs w, const int16_t* x) {
+        int32_t two;
+        std::memcpy(&two, x, 4);
+        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w, _mm256_set1_epi32(two)));
+    }
+    F8 finish() const { return {_mm256_cvtepi32_ps(acc)}; }
+};
+
+#elif defined(KV_NEON)
+
+struct F8 {
+    float32x4_t a, b;
+    static F8 zero() { return set1(0.0f); }
+    static F8 set1(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+    static F8 load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+    static F8 load(const uint16_t* p) {
+        const float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(p));
+        return {vcvt_f32_f16(vget_low_f16(h)), vcvt_f32_f16(vget_high_f16(h))};
+    }
+    static F8 load(const BFloat16* p) {
+        const uint16x8_t h = vld1q_u16((const uint16_t*)p);
+        return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)),
+                vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(h), 16))};
+    }
+    void store(float* p) const {
+        vst1q_f32(p, a);
+        vst1q_f32(p + 4, b);
+    }
+    void store(uint16_t* p) const {
+        vst1q_u16(p, vreinterpretq_u16_f16(vcombine_f16(vcvt_f16_f32(a), vcvt_f16_f32(b))));
+    }
+};
+inline F8 operator+(F8 x, F8 y) { return {vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b)}; }
+inline F8 operator-(F8 x, F8 y) { return {vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
+inline F8 operator*(F8 x, F8 y) { return {vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b)}; }
+inline F8 operator/(F8 x, F8 y) { return {vdivq_f32(x.a, y.a), vdivq_f32(x.b, y.b)}; }
+inline F8 fma(F8 x, F8 y, F8 z) { return {vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b)}; }
+inline F8 max(F8 x, F8 y) { return {vmaxq_f32(x.a, y.a), vmaxq_f32(x.b, y.b)}; }
+inline F8 min(F8 x, F8 y) { return {vminq_f32(x.a, y.a), vminq_f32(x.b, y.b)}; }
+inline F8 abs(F8 x) { return {vabsq_f32(x.a), vabsq_f32(x.b)}; }
+inline F8 round(F8 x) { return {vrndnq_f32(x.a), vrndnq_f32(x.b)}; }
+inline F8 scale_by_power_of_two(F8 x, F8 n) {
+    const auto shift = [](float32x4_t v, float32x4_t by) {
+        return vreinterpretq_f32_s32(
+            vaddq_s32(vreinterpretq_s32_f32(v), vshlq_n_s32(vcvtnq_s32_f32(by), 23)));
+    };
+    return {shift(x.a, n.a), shift(x.b, n.b)};
+}
+inline float sum(F8 x) { return vaddvq_f32(vaddq_f32(x.a, x.b)); }
+inline float max_lane(F8 x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
+inline int16x8_t to_int16(F8 rounded) {
+    return vcombine_s16(vqmovn_s32(vcvtnq_s32_f32(rounded.a)), vqmovn_s32(vcvtnq_s32_f32(rounded.b)));
+}
+inline void store_int8(F8 rounded, int8_t* p) { vst1_s8(p, vqmovn_s16(to_int16(rounded))); }
+inline void store_int16(F8 rounded, int16_t* p) { vst1q_s16(p, to_int16(rounded)); }
+
+struct Nibbles {
+    int8x16_t a, b;
+};
+inline void load_nibbles(const uint8_t* p, Nibbles& low, Nibbles& high) {
+    const uint8x16_t mask = vdupq_n_u8(15), a = vld1q_u8(p), b = vld1q_u8(p + 16);
+    low = {vreinterpretq_s8_u8(vandq_u8(a, mask)), vreinterpretq_s8_u8(vandq_u8(b, mask))};
+    high = {vreinterpretq_s8_u8(vshrq_n_u8(a, 4)), vreinterpretq_s8_u8(vshrq_n_u8(b, 4))};
+}
+struct NibbleDot {
+    enum { BYTES_PER_COLUMN = 1 };
+    int32x4_t a = vdupq_n_s32(0), b = vdupq_n_s32(0);
+    void add(Nibbles w, const int8_t* x) {
+        int32_t four;
+        std::memcpy(&four, x, 4);
+        const int8x16_t broadcast = vreinterpretq_s8_s32(vdupq_n_s32(four));
+        a = vdotq_s32(a, w.a, broadcast);
+        b = vdotq_s32(b, w.b, broadcast);
+    }
+    F8 finish() const { return {vcvtq_f32_s32(a), vcvtq_f32_s32(b)}; }
+};
+struct NibbleDotPair {
+    enum { BYTES_PER_COLUMN = 2 };
+    NibbleDot high, low;
+    void add(Nibbles w, const int8_t* x) {
+        high.add(w, x);
+        low.add(w, x + 4);
+    }
+    F8 finish() const {
+        return {vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(high.a, 8), low.a)),
+                vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(high.b, 8), low.b))};
+    }
+};
+
+struct BytePairs {
+    int16x8_t a, b;
+};
+inline BytePairs load_byte_pairs(const int8_t* p) {
+    const int8x16_t bytes = vld1q_s8(p);
+    return {vmovl_s8(vget_low_s8(bytes)), vmovl_s8(vget_high_s8(bytes))};
+}
+struct ByteDot {
+    int32x4_t a = vdupq_n_s32(0), b = vdupq_n_s32(0);
+    void add(BytePairs w, const int16_t* x) {
+        int32_t two;
+        std::memcpy(&two, x, 4);
+        const int16x8_t broadcast = vreinterpretq_s16_s32(vdupq_n_s32(two));
+        const auto pairs = [&](int16x8_t v) {
+            return vpaddq_s32(vmull_s16(vget_low_s16(v), vget_low_s16(broadcast)), vmull_high_s16(v, broadcast));
+        };
+        a = vaddq_s32(a, pairs(w.a));
+        b = vaddq_s32(b, pairs(w.b));
+    }
+    F8 finish() const { return {vcvtq_f32_s32(a), vcvtq_f32_s32(b)}; }
+};
+
+#else
+
+struct F8 {
+    float v[8];
+    template <class Function>
+    static F8 make(Function f) {
+        F8 out;
+        for (int i = 0; i < 8; i++) out.v[i] = f(i);
+        return out;
+    }
+    static F8 zero() { return set1(0.0f); }
+    static F8 set1(float x) { return make([&](int) { return x; }); }
+    static F8 load(const float* p) { return make([&](int i) { return p[i]; }); }
+    static F8 load(const uint16_t* p) { return make([&](int i) { return half_to_float(p[i]); }); }
+    static F8 load(const BFloat16* p) { return make([&](int i) { return p[i].value(); }); }
+    void store(float* p) const { std::memcpy(p, v, sizeof v); }
+    void store(uint16_t* p) const {
+        for (int i = 0; i < 8; i++) p[i] = float_to_half(v[i]);
+    }
+};
+inline F8 operator+(F8 a, F8 b) { return F8::make([&](int i) { return a.v[i] + b.v[i]; }); }
+inline F8 operator-(F8 a, F8 b) { return F8::make([&](int i) { return a.v[i] - b.v[i]; }); }
+inline F8 operator*(F8 a, F8 b) { return F8::make([&](int i) { return a.v[i] * b.v[i]; }); }
+inline F8 operator/(F8 a, F8 b) { return F8::make([&](int i) { return a.v[i] / b.v[i]; }); }
+inline F8 fma(F8 a, F8 b, F8 c) { return F8::make([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
+inline F8 max(F8 a, F8 b) { return F8::make([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+inline F8 min(F8 a, F8 b) { return F8::make([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+inline F8 abs(F8 a) { return F8::make([&](int i) { return std::fabs(a.v[i]); }); }
+inline F8 round(F8 a) { return F8::make([&](int i) { return std::nearbyintf(a.v[i]); }); }
+inline F8 scale_by_power_of_two(F8 a, F8 n) {
+    return F8::make([&](int i) { return std::ldexp(a.v[i], int(n.v[i])); });
+}
+inline float sum(F8 a) {
+    return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));
+}
+inline float max_lane(F8 a) {
+    float m = a.v[0];
+    for (int i = 1; i < 8; i++) m = a.v[i] > m ? a.v[i] : m;
+    return m;
+}
+inline void store_int8(F8 rounded, int8_t* p) {
+    for (int i = 0; i < 8; i++) p[i] = int8_t(rounded.v[i]);
+}
+inline void store_int16(F8 rounded, int16_t* p) {
+    for (int i = 0; i < 8; i++) p[i] = int16_t(rounded.v[i]);
+}
+
+struct Nibbles {
+    uint8_t v[32];
+};
+inline void load_nibbles(const uint8_t* p, Nibbles& low, Nibbles& high) {
+    for (int i = 0; i < 32; i++) {
+        low.v[i] = p[i] & 15;
+        high.v[i] = p[i] >> 4;
+    }
+}
+struct NibbleDot {
+    enum { BYTES_PER_COLUMN = 1 };
+    int32_t acc[8] = {};
+    void add(const Nibbles& w, const int8_t* x) {
+        for (int r = 0; r < 8; r++)
+            for (int j = 0; j < 4; j++) acc[r] += w.v[4 * r + j] * x[j];
+    }
+    F8 finish() const { return F8::make([&](int i) { return float(acc[i]); }); }
+};
+struct NibbleDotPair {
+    enum { BYTES_PER_COLUMN = 2 };
+    NibbleDot high, low;
+    void add(const Nibbles& w, const int8_t* x) {
+        high.add(w, x);
+        low.add(w, x + 4);
+    }
+    F8 finish() const { return F8::make([&](int i) { return float(256 * high.acc[i] + low.acc[i]); }); }
+};
+
+struct BytePairs {
+    int8_t v[16];
+};
+inline BytePairs load_byte_pairs(const int8_t* p) {
+    BytePairs out;
+    std::memcpy(out.v, p, 16);
+    return out;
+}
+struct ByteDot {
+    int32_t acc[8] = {};
+    void add(const BytePairs& w, const int16_t* x) {
+        for (int r = 0; r < 8; r++) acc[r] += w.v[2 * r] * x[0] + w.v[2 * r + 1] * x[1];
+    }
+    F8 finish() const { return F8::make([&](int i) { return float(acc[i]); }); }
+};
+
+#endif
+
+// exp to about 2 ulp for inputs in [-87, 88], clamped outside: range reduction by ln 2
+// split in two, then the degree-5 minimax polynomial of Cephes expf.
+inline F8 exp(F8 x) {
+    x = min(max(x, F8::set1(-87.0f)), F8::set1(88.0f));
+    const F8 n = round(x * F8::set1(1.44269504088896341f));
+    F8 r = fma(n, F8::set1(-0.693359375f), x);
+    r = fma(n, F8::set1(2.12194440e-4f), r);
+    F8 p = F8::set1(1.9875691500e-4f);
+    p = fma(p, r, F8::set1(1.3981999507e-3f));
+    p = fma(p, r, F8::set1(8.3334519073e-3f));
+    p = fma(p, r, F8::set1(4.1665795894e-2f));
+    p = fma(p, r, F8::set1(1.6666665459e-1f));
+    p = fma(p, r, F8::set1(5.0000001201e-1f));
+    p = fma(p, r * r, r + F8::set1(1.0f));
+    return scale_by_power_of_two(p, n);
+}
+
+}  // namespace KV_ISA

@@ -1,0 +1,80 @@
+#include "threads.h"
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+inline void pause_briefly() {
+#if defined(__x86_64__) || defined(_M_X64)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// About 50 microseconds: longer than any gap within a step, shorter than a frame, so
+// an idle pool costs nothing and a busy one is not woken by the kernel.
+constexpr int SPINS = 4000;
+
+template <class Condition>
+void spin_until(Condition done) {
+    for (int i = 0; !done(); i++) {
+        if (i < SPINS)
+            pause_briefly();
+        else
+            std::this_thread::yield();
+    }
+}
+
+}  // namespace
+
+void Barrier::reset(int num_threads) {
+    num_threads_ = num_threads;
+    waiting_.store(0, std::memory_order_relaxed);
+}
+
+void Barrier::wait() {
+    if (num_threads_ == 1) return;
+    const uint32_t phase = phase_.load(std::memory_order_acquire);
+    if (waiting_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
+        waiting_.store(0, std::memory_order_relaxed);
+        phase_.store(phase + 1, std::memory_order_release);
+        return;
+    }
+    spin_until([&] { return phase_.load(std::memory_order_acquire) != phase; });
+}
+
+void ThreadPool::resize(int num_threads) {
+    if (num_threads < 1) num_threads = 1;
+    if (num_threads == size()) return;
+    stop_.store(true);
+    generation_.fetch_add(1);
+    generation_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+    workers_.clear();
+    stop_.store(false);
+    const uint32_t seen = generation_.load();
+    for (int i = 1; i < num_threads; i++) workers_.emplace_back([this, i, seen] { worker(i, seen); });
+}
+
+void ThreadPool::run(const std::function<void(int)>& work) {
+    work_ = &work;
+    unfinished_.store(int32_t(workers_.size()), std::memory_order_relaxed);
+    generation_.fetch_add(1, std::memory_order_release);
+    generation_.notify_all();
+    work(0);
+    spin_until([&] { return unfinished_.load(std::memory_order_acquire) == 0; });
+}
+
+void ThreadPool::worker(int number, uint32_t seen) {
+    for (;;) {
+        for (int i = 0; i < SPINS && generation_.load(std::memory_order_acquire) == seen; i++) pause_briefly();
+        generation_.wait(seen, std::memory_order_acquire);
+        seen = generation_.load(std::memory_order_acquire);
+        if (stop_.load(std::memory_order_acquire)) return;
+        (*work_)(number);
+        unfinished_.fetch_sub(1, std::memory_order_acq_rel);
+    }
+}

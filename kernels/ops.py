@@ -1,0 +1,173 @@
+"""The operations a decoder is made of, each sent to the fastest backend at hand.
+
+`KVASIR_KERNELS=reference|cpu|triton` forces one; a forced backend that cannot run is an error.
+The choice is made at the first operation and then kept.
+
+The cpu backend runs whole decoder steps (kernels.cpu.program), since between single operations
+a CPU loses more time than in them; what is asked of it one by one is computed by the reference.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import ModuleType
+
+import torch
+
+from kernels import reference
+from kernels.cpu import library as cpu_library
+from kernels.ggml import FORMATS
+from kernels.metadata import AttentionMetadata
+
+BACKEND_VARIABLE = "KVASIR_KERNELS"
+BACKENDS = ("reference", "cpu", "triton")
+QUANTIZED_FORMATS = tuple(FORMATS)
+
+_OPERATIONS: dict[str, ModuleType] = {"reference": reference, "cpu": reference}
+
+
+class KernelBackendError(RuntimeError):
+    """A kernel backend was asked for by name and cannot run here."""
+
+
+@functools.cache
+def why_no_cpu_kernels() -> str | None:
+    """Why the native CPU kernels cannot run here, and what to do; None when they can."""
+    try:
+        cpu_library.load()
+    except cpu_library.NativeLibraryError as error:
+        return str(error)
+    return None
+
+
+def available_backends() -> tuple[str, ...]:
+    """Names of the backends that can run here."""
+    return ("reference",) if why_no_cpu_kernels() else ("reference", "cpu")
+
+
+def kernel_backend() -> str:
+    """Name of the backend in use: "reference", "cpu" or "triton".
+
+    Raises KernelBackendError when `KVASIR_KERNELS` names an unknown or unavailable one.
+    """
+    forced = os.environ.get(BACKEND_VARIABLE, "").strip()
+    available = available_backends()
+    if not forced:
+        return "cpu" if "cpu" in available and not torch.cuda.is_available() else "reference"
+    if forced not in BACKENDS:
+        raise KernelBackendError(f"{BACKEND_VARIABLE}={forced!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    if forced not in available:
+        reason = why_no_cpu_kernels() if forced == "cpu" else "they are not part of this installation"
+        raise KernelBackendError(
+            f"{BACKEND_VARIABLE}={forced} asks for kernels that cannot run: {reason}. "
+            f"Unset it or choose one of {', '.join(available)}."
+        )
+    return forced
+
+
+def is_forced() -> bool:
+    """Whether the environment names a backend."""
+    return bool(os.environ.get(BACKEND_VARIABLE, "").strip())
+
+
+def describe_backend() -> str:
+    """The backend with what matters about it, such as "native avx2"."""
+    backend = kernel_backend()
+    return f"native {cpu_library.instruction_set()}" if backend == "cpu" else backend
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Gives the backend in use that many threads, and torch one where another backend does the work.
+
+    Two pools that wait for each other by spinning would take each other's cores.
+    """
+    if kernel_backend() == "cpu":
+        cpu_library.set_num_threads(num_threads)
+        num_threads = 1
+    torch.set_num_threads(num_threads)
+
+
+@functools.cache
+def _backend() -> ModuleType:
+    return _OPERATIONS[kernel_backend()]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Root-mean-square norm over the last dimension, times `weight`: [..., n] and [n] -> [..., n].
+
+    With `residual`, x is first added to it in place, and the sum is what is normalised.
+    Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467
+    """
+    return _backend().rms_norm(x, weight, eps, residual)
+
+
+def rope_and_write_kv(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Rotates queries and keys by their positions, writes keys and values to the cache, returns the queries.
+
+    qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
+    cos, sin [num_tokens, rotary_dim], rotary_dim <= head_dim: angle j and j + rotary_dim / 2 are the
+    same, and the first half of sin is negated. Pairs are (j, j + rotary_dim / 2), as in Hugging Face models.
+    kv_cache [num_blocks, block_size, 2, num_kv_heads, head_dim]; slot_mapping int64 [num_tokens].
+    Result [num_tokens, num_heads, head_dim]. Su et al. 2021, https://arxiv.org/abs/2104.09864
+    """
+    return _backend().rope_and_write_kv(qkv, cos, sin, kv_cache, slot_mapping)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of a ragged batch over keys and values in blocks.
+
+    q [num_tokens, num_heads, head_dim], sequences one after another as in `metadata`;
+    kv_cache [num_blocks, block_size, 2, num_kv_heads, head_dim] already holds this step's tokens;
+    num_heads is a multiple of num_kv_heads, neighbours sharing a KV head. A query at position p sees
+    the keys k <= p, and with `window` only those with k > p - window. `soft_cap` bounds the scores
+    to (-c, c) by c * tanh(s / c) before the mask. Result [num_tokens, num_heads, head_dim].
+    Kwon et al. 2023, https://arxiv.org/abs/2309.06180
+    """
+    return _backend().paged_attention(q, kv_cache, metadata, scale, window, soft_cap)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for [num_tokens, 2 * n] holding gate, then up: -> [num_tokens, n].
+
+    Shazeer 2020, https://arxiv.org/abs/2002.05202
+    """
+    return _backend().silu_and_mul(gate_up)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T for x [num_tokens, in] and a dense weight [out, in] of the same dtype: [num_tokens, out].
+
+    The result may be a strided view.
+    """
+    return _backend().linear(x, weight)
+
+
+def quantized_linear(x: torch.Tensor, packed: torch.Tensor, tensor_type: str) -> torch.Tensor:
+    """x @ weight.T for packed rows uint8 [out, row_bytes] of a format in QUANTIZED_FORMATS: [num_tokens, out].
+
+    Raises ValueError for an unknown format or rows of the wrong length.
+    """
+    return _backend().quantized_linear(x, packed, tensor_type)
+
+
+def dequantize(packed: torch.Tensor, tensor_type: str, out: torch.Tensor) -> torch.Tensor:
+    """Unpacks rows uint8 [num_rows, row_bytes] into `out` [num_rows, row_elements] and returns it.
+
+    Rounds as `gguf.quants` does: the scaled value, then the offset, each in float32.
+    Raises ValueError for an unknown format or rows of the wrong length.
+    """
+    return _backend().dequantize(packed, tensor_type, out)
