@@ -1,0 +1,148 @@
+"""What the engine measures about itself: latencies, rates and a record of every step."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from engine.protocol import Distribution, RequestMetrics, StepEntry, StepRecord
+from engine.request import Request
+
+BUCKET_BOUNDS_MS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000, 60_000]
+WINDOW_S = 300.0
+MAX_SAMPLES = 4096
+MAX_STEP_RECORDS = 4096
+RATE_WINDOW_S = 1.0
+
+
+class LatencyWindow:
+    """The latencies of the last five minutes, at most `MAX_SAMPLES` of them, in milliseconds."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
+
+    def add(self, now: float, milliseconds: float) -> None:
+        self._samples.append((now, milliseconds))
+
+    def distribution(self, now: float) -> Distribution:
+        """Percentiles by the nearest rank; bucket i counts values up to its bound, the last those beyond all."""
+        while self._samples and self._samples[0][0] < now - WINDOW_S:
+            self._samples.popleft()
+        if not self._samples:
+            return Distribution(count=0)
+        values = sorted(value for _, value in self._samples)
+        counts = [0] * (len(BUCKET_BOUNDS_MS) + 1)
+        below = 0
+        for index, bound in enumerate(BUCKET_BOUNDS_MS):
+            up_to = bisect_right(values, bound)
+            counts[index] = up_to - below
+            below = up_to
+        counts[-1] = len(values) - below
+        return Distribution(
+            count=len(values),
+            p50=percentile(values, 0.50),
+            p95=percentile(values, 0.95),
+            p99=percentile(values, 0.99),
+            last=self._samples[-1][1],
+            bucket_bounds_ms=[float(bound) for bound in BUCKET_BOUNDS_MS],
+            bucket_counts=counts,
+        )
+
+
+def percentile(ascending: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed."""
+    return ascending[max(0, math.ceil(share * len(ascending)) - 1)]
+
+
+class Metrics:
+    """Latency windows, step records and totals since the model was loaded. Times are monotonic seconds.
+
+    `tpot` takes every gap between two tokens of a request, so it moves while answers stream;
+    a request's own mean is in its `RequestMetrics`.
+    """
+
+    def __init__(self) -> None:
+        self.ttft = LatencyWindow()
+        self.tpot = LatencyWindow()
+        self.queue = LatencyWindow()
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
+        self.num_finished = 0
+        self._records: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
+        self._num_reported = 0
+
+    def scheduled(self, request: Request, now: float) -> None:
+        """Notes that a request is about to be computed for the first time."""
+        request.scheduled_time = now
+        self.queue.add(now, (now - request.arrival_time) * 1e3)
+
+    def tokens_made(self, request: Request, count: int, now: float) -> None:
+        """Notes that a request has got `count` new tokens."""
+        if request.first_token_time is None:
+            request.first_token_time = now
+            self.ttft.add(now, (now - request.arrival_time) * 1e3)
+        elif request.last_token_time is not None:
+            gap = (now - request.last_token_time) * 1e3 / count
+            for _ in range(count):
+                self.tpot.add(now, gap)
+        request.last_token_time = now
+
+    def step_done(self, start: float, end: float, entries: list[StepEntry], num_preempted: int) -> None:
+        self._records.append(StepRecord(self.num_steps, start, end, entries, num_preempted))
+        self.num_steps += 1
+        self.num_prefill_tokens += sum(entry.prefill_tokens for entry in entries)
+        self.num_decode_tokens += sum(entry.decode_tokens for entry in entries)
+
+    def take_step_records(self) -> list[StepRecord]:
+        """The step records since the last call, the oldest dropped if there were too many."""
+        count = min(self.num_steps - self._num_reported, len(self._records))
+        self._num_reported = self.num_steps
+        return list(self._records)[len(self._records) - count :]
+
+    def rates(self, now: float) -> tuple[float, float]:
+        """Prefill and decode tokens per second over the last second."""
+        prefill = decode = 0.0
+        for share, record in self._last_second(now):
+            prefill += share * sum(entry.prefill_tokens for entry in record.entries)
+            decode += share * sum(entry.decode_tokens for entry in record.entries)
+        return prefill / RATE_WINDOW_S, decode / RATE_WINDOW_S
+
+    def request_rates(self, running: Iterable[Request], now: float) -> dict[str, float]:
+        """Decode tokens per second of each running request over the last second."""
+        rates = {request.request_id: 0.0 for request in running}
+        for share, record in self._last_second(now):
+            for entry in record.entries:
+                if entry.request_id in rates:
+                    rates[entry.request_id] += share * entry.decode_tokens / RATE_WINDOW_S
+        return rates
+
+    def _last_second(self, now: float) -> Iterable[tuple[float, StepRecord]]:
+        """Steps that reach into the last second, each with the share of it that lies there.
+
+        Without shares a step longer than the window would count in full or not at all.
+        """
+        since = now - RATE_WINDOW_S
+        for record in reversed(self._records):
+            if record.end <= since:
+                return
+            duration = record.end - record.start
+            yield (min(1.0, (record.end - since) / duration) if duration > 0 else 1.0), record
+
+
+def request_metrics(request: Request) -> RequestMetrics:
+    """A request's own figures, at its end."""
+    first, last = request.first_token_time, request.last_token_time
+    gaps = request.num_output_tokens - 1
+    started = request.scheduled_time if request.scheduled_time is not None else last
+    return RequestMetrics(
+        prompt_tokens=request.num_prompt_tokens,
+        cached_tokens=request.num_cached_tokens,
+        output_tokens=request.num_output_tokens,
+        queue_ms=max(0.0, ((started or request.arrival_time) - request.arrival_time) * 1e3),
+        ttft_ms=None if first is None else (first - request.arrival_time) * 1e3,
+        tpot_ms=(last - first) * 1e3 / gaps if first is not None and last is not None and gaps > 0 else None,
+        preemptions=request.num_preemptions,
+    )

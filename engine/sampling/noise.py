@@ -1,0 +1,28 @@
+"""Uniform noise that is a function of (seed, position), so that a draw does not depend on its batch."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+_MASK = 2**64 - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+class Stream(IntEnum):
+    """Independent noise for different purposes at the same position."""
+
+    DRAW = 0
+
+
+def _mix(value: int) -> int:
+    # The finaliser of SplitMix64 (Steele, Lea, Flood 2014).
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
+
+
+def uniform(seed: int, position: int, stream: Stream = Stream.DRAW) -> float:
+    """A number in [0, 1) with 53 random bits. `position` is the index of the token to be drawn."""
+    key = _mix((seed + _GOLDEN_GAMMA) & _MASK)
+    counter = (position << 8 | stream) * _GOLDEN_GAMMA & _MASK
+    return (_mix(_mix(key ^ counter) + _GOLDEN_GAMMA & _MASK) >> 11) * 2.0**-53

@@ -1,0 +1,271 @@
+"""Decides what the next step computes. One token budget; no prefill phase and no decode phase."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.block_pool import BlockPool
+from engine.protocol import FinishReason
+from engine.request import Request, RequestStatus
+
+WATERMARK = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """`num_new_tokens` tokens of a request, from position `start`, computed in one step.
+
+    `samples` is true when the chunk reaches the request's last token, so that its last row of
+    logits chooses the next token; a prefill chunk in the middle of a prompt yields none.
+    """
+
+    request: Request
+    start: int
+    num_new_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes, decodes first, and which requests lost their blocks to make room."""
+
+    scheduled: list[ScheduledRequest]
+    preempted: list[Request]
+
+
+def check_budget(max_batched_tokens: int, max_num_seqs: int) -> None:
+    """Raises `ValueError` for limits under which a running request could starve."""
+    if max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
+    if max_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"max_batched_tokens ({max_batched_tokens}) must be at least max_num_seqs ({max_num_seqs}), "
+            "so that every running request gets a token in each step"
+        )
+
+
+class Scheduler:
+    """Lets every request's computed tokens chase its known tokens under `max_batched_tokens` a step.
+
+    Requests are admitted in order of arrival. Decodes go first, then running prefills, then new
+    requests. When blocks run out the newest running request gives all of its own back and waits at
+    the front; its KV is computed again later, mostly from the prefix cache.
+    """
+
+    def __init__(self, pool: BlockPool, max_num_seqs: int, max_batched_tokens: int) -> None:
+        check_budget(max_batched_tokens, max_num_seqs)
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_batched_tokens = max_batched_tokens
+        self.watermark_blocks = max(1, math.ceil(WATERMARK * pool.num_blocks))
+        self.waiting: deque[Request] = deque()
+        # Both queues are in order of arrival, and every running request arrived before every waiting one.
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+        self._num_arrived = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    # ------------------------------------------------------------ arrival
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raises `ValueError`, saying what would help, for a request that could not run even alone."""
+        num_slots = num_prompt_tokens + max_tokens - 1  # the last token is never fed back
+        needed = self.pool.blocks_for(num_slots)
+        if needed <= self.pool.num_blocks:
+            return
+        capacity = self.pool.num_blocks * self.pool.block_size
+        allowed = capacity - num_prompt_tokens + 1
+        shorten = (
+            f"lower max_tokens to at most {allowed}"
+            if allowed >= 1
+            else f"shorten the prompt to at most {capacity} tokens"
+        )
+        raise ValueError(
+            f"{num_prompt_tokens} prompt tokens and up to {max_tokens} new ones need {needed} KV blocks of "
+            f"{self.pool.block_size} tokens, but the KV cache has {self.pool.num_blocks}: "
+            f"{shorten}, or load the model with num_kv_blocks of at least {needed}"
+        )
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises `ValueError` if it is empty or can never fit."""
+        if request.num_tokens == 0:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        self.check_fits(request.num_prompt_tokens, request.max_tokens)
+        request.arrival_index = self._num_arrived
+        self._num_arrived += 1
+        request.status = RequestStatus.WAITING
+        self.waiting.append(request)
+
+    # ------------------------------------------------------------ one step
+
+    def schedule(self) -> StepPlan:
+        """Plans one step and takes the blocks it needs. Every plan must be given to `commit` or abandoned
+        by finishing its requests."""
+        chosen: dict[Request, ScheduledRequest] = {}
+        preempted: list[Request] = []
+        budget = self._schedule_running(chosen, preempted)
+        if not preempted:
+            self._admit(chosen, budget)
+        return StepPlan(list(chosen.values()), preempted)
+
+    def _schedule_running(self, chosen: dict[Request, ScheduledRequest], preempted: list[Request]) -> int:
+        budget = self.max_batched_tokens
+        # Sorting is stable: each group stays in order of arrival.
+        for request in sorted(self.running, key=lambda r: r.num_tokens - r.num_computed_tokens > 1):
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            if num_new_tokens == 0:
+                break
+            while not self._grow(request, request.num_computed_tokens + num_new_tokens):
+                victim = self.running[-1]
+                self._preempt(victim)
+                preempted.append(victim)
+                if victim in chosen:
+                    budget += chosen.pop(victim).num_new_tokens
+                if victim is request:
+                    break
+            else:
+                chosen[request] = self._planned(request, num_new_tokens)
+                budget -= num_new_tokens
+        return budget
+
+    def _admit(self, chosen: dict[Request, ScheduledRequest], budget: int) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            hits = self.pool.match_prefix(request)
+            if not self._has_room(request, hits):
+                break
+            self.waiting.popleft()
+            self.pool.acquire(hits, request.owner_slot)
+            request.block_table = list(hits)
+            request.num_computed_tokens = len(hits) * self.pool.block_size
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = request.num_computed_tokens
+                self.prefix_hit_tokens += request.num_computed_tokens
+                self.prefix_query_tokens += request.num_tokens
+            request.status = RequestStatus.RUNNING
+            self.running.append(request)
+            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            grown = self._grow(request, request.num_computed_tokens + num_new_tokens)
+            assert grown, "room was checked"
+            chosen[request] = self._planned(request, num_new_tokens)
+            budget -= num_new_tokens
+
+    def _has_room(self, request: Request, hits: list[int]) -> bool:
+        """Whether all known tokens fit beside what the running requests still need and the watermark.
+
+        Counting whole prompts, not just first chunks, keeps long prompts from preempting each other.
+        """
+        held_hits = sum(self.pool.ref_count(block_id) > 0 for block_id in hits)
+        room = self.pool.num_free - (self.pool.blocks_for(request.num_tokens) - held_hits)
+        if not self.running:
+            return room >= 0
+        outstanding = sum(self.pool.blocks_for(r.num_tokens) - len(r.block_table) for r in self.running)
+        return room - outstanding >= self.watermark_blocks
+
+    def _planned(self, request: Request, num_new_tokens: int) -> ScheduledRequest:
+        start = request.num_computed_tokens
+        return ScheduledRequest(request, start, num_new_tokens, start + num_new_tokens == request.num_tokens)
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        missing = self.pool.blocks_for(num_tokens) - len(request.block_table)
+        if missing > self.pool.num_free:
+            return False
+        if missing > 0:
+            request.block_table += self.pool.allocate(missing, request.owner_slot)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        assert self.running[-1] is request, "the newest is preempted first"
+        self.running.pop()
+        self._release(request)
+        request.num_computed_tokens = 0
+        request.draft_token_ids.clear()
+        request.num_preemptions += 1
+        request.status = RequestStatus.WAITING
+        self.waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def commit(self, plan: StepPlan, new_token_ids: Sequence[Sequence[int]]) -> None:
+        """Takes in what a step produced: one sequence of tokens for each entry of `plan.scheduled`, empty
+        where it did not sample.
+
+        Counters move, full blocks become findable, and requests that reached an end finish and give
+        their blocks back. Entries whose request was finished meanwhile are passed over.
+        """
+        for entry, token_ids in zip(plan.scheduled, new_token_ids, strict=True):
+            request = entry.request
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            first_block = request.num_computed_tokens // self.pool.block_size
+            request.num_computed_tokens = entry.start + entry.num_new_tokens
+            self.pool.register(request, first_block, request.num_computed_tokens // self.pool.block_size)
+            for token_id in token_ids:
+                request.token_ids.append(token_id)
+                if self._ends(request, token_id):
+                    break
+
+    def _ends(self, request: Request, token_id: int) -> bool:
+        if token_id in request.end_token_ids:
+            self.finish(request, "stop")
+        elif token_id in request.params.stop_token_ids:
+            self.finish(request, "stop", stop_reason=token_id)
+        elif request.num_output_tokens >= request.max_tokens:
+            self.finish(request, "length")
+        return request.is_finished
+
+    # ------------------------------------------------------------ leaving
+
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Ends a request that waits or runs and frees its blocks at once.
+
+        What a failed request computed is not offered to others.
+        """
+        if request.is_finished:
+            return
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        if reason == "error":
+            self.pool.forget(request.block_table)
+        self._release(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        request.error = error
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.block_table, request.owner_slot)
+        request.block_table = []
+
+    # ------------------------------------------------------------ invariants
+
+    def check_integrity(self) -> None:
+        """Asserts what must hold between two steps."""
+        arrivals = [request.arrival_index for request in (*self.running, *self.waiting)]
+        assert arrivals == sorted(arrivals), f"the queues are out of order: {arrivals}"
+        assert len(self.running) <= self.max_num_seqs
+        for request in self.running:
+            assert request.status is RequestStatus.RUNNING
+            assert request.num_computed_tokens < request.num_tokens, f"{request.request_id} has nothing to compute"
+            assert len(request.block_table) >= self.pool.blocks_for(request.num_computed_tokens)
+        for request in self.waiting:
+            assert request.status is RequestStatus.WAITING
+            assert not request.block_table and request.num_computed_tokens == 0
+        self.pool.check_integrity(request.block_table for request in self.running)
