@@ -127,7 +127,8 @@ class LoadProgress(Event, frozen=True):
 
 
 class ModelInfo(Struct, frozen=True):
-    """What is loaded, as the window shows it. `kv_bytes_per_token` covers all layers, K and V."""
+    """What is loaded, as the window shows it. `kv_bytes_per_token` covers all layers, K and V;
+    `kernels` names what computes it, such as "native avx2"."""
 
     name: str
     path: str
@@ -138,6 +139,7 @@ class ModelInfo(Struct, frozen=True):
     vocab_size: int
     max_context: int
     device: str
+    kernels: str
     dtype: str
     kv_dtype: str
     weight_bytes: int

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.openmp import limit_spinning
+
 os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
+# Before any test imports torch: its idle threads would spin on cores that other processes need.
+limit_spinning()
 
 
 @pytest.fixture(scope="session")

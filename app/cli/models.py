@@ -1,0 +1,92 @@
+"""`kvasir models`: what the catalog found, and whether it fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from app.cli.failure import reports_failures
+from engine import catalog, memory
+
+# What a first chat needs; longer contexts take more and are weighed when the model is loaded.
+_CONTEXT = 4096
+
+
+@reports_failures
+def run(arguments: argparse.Namespace) -> int:
+    entries = catalog.find_models()
+    device = _device()
+    fits = [_fit(entry, device) for entry in entries]
+    if arguments.json:
+        records = [_record(entry, fit) for entry, fit in zip(entries, fits, strict=True)]
+        print(json.dumps(records, indent=2))
+        return 0
+    if not entries:
+        print(
+            f"No models found. Put .gguf files or model folders into {catalog.user_models_folder()}, "
+            "or name their folder in KVASIR_MODELS.",
+            file=sys.stderr,
+        )
+        return 1
+    _print_table([("NAME", "SIZE", "FORMAT", "PARAMETERS", "CONTEXT", "FITS"), *map(_row, entries, fits)])
+    return 0
+
+
+def _row(entry: catalog.CatalogEntry, fit: memory.Fit | None) -> tuple[str, ...]:
+    size = memory.format_bytes(entry.size_bytes)
+    if fit is None:
+        return entry.name, size, entry.format, "", "", f"cannot be used: {entry.error}"
+    kind = " ".join(filter(None, (entry.format, entry.quantisation)))
+    verdict = f"yes, {fit.message.removeprefix('fits: ')}" if fit.fits else fit.message
+    return entry.name, size, kind, _count(entry.num_parameters), str(entry.max_context), verdict
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    """Pads all columns but the last."""
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    for row in rows:
+        print("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip())
+
+
+def _device() -> memory.DeviceMemory:
+    gpu = memory.vram()
+    return memory.ram() if isinstance(gpu, memory.NoGPU) else gpu
+
+
+def _fit(entry: catalog.CatalogEntry, device: memory.DeviceMemory) -> memory.Fit | None:
+    if entry.shape is None:
+        return None
+    weights, kv_cache = memory.cpu_formats() if device.kind == "RAM" else ("stored", "fp16")
+    estimate = memory.estimate(
+        entry.shape,
+        device.kind,
+        context=min(_CONTEXT, entry.max_context),
+        weights_held_as=weights,
+        kv_dtype=kv_cache,
+        max_num_seqs=1,
+    )
+    return memory.fits(estimate, device)
+
+
+def _record(entry: catalog.CatalogEntry, fit: memory.Fit | None) -> dict[str, object]:
+    return {
+        "name": entry.name,
+        "path": str(entry.path),
+        "format": entry.format,
+        "quantisation": entry.quantisation,
+        "architecture": entry.architecture,
+        "num_parameters": entry.num_parameters,
+        "max_context": entry.max_context,
+        "size_bytes": entry.size_bytes,
+        "fits": fit.fits if fit is not None else None,
+        "fit": fit.message if fit is not None else None,
+        "error": entry.error,
+    }
+
+
+def _count(number: int) -> str:
+    """A parameter count for people: 135M, 7.2B."""
+    if number >= 1_000_000_000:
+        return f"{number / 1_000_000_000:.1f}B"
+    return f"{number / 1_000_000:.0f}M"

@@ -1,0 +1,46 @@
+"""From parsed arguments to what the engine understands."""
+
+from __future__ import annotations
+
+import argparse
+
+from app.cli.failure import UsageError
+from engine.parameters import PARAMETER_RANGES, SamplingParams
+from engine.protocol import EngineConfig
+
+
+def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    """Raises `UsageError` where parameters, each allowed alone, contradict each other."""
+    names = (*PARAMETER_RANGES, "ignore_eos", "temperature_last", "overflow")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    try:
+        return SamplingParams(
+            **given,
+            stop=tuple(arguments.stop or ()),
+            stop_token_ids=tuple(arguments.stop_token_ids or ()),
+            logit_bias=dict(arguments.logit_bias or ()),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def engine_config(arguments: argparse.Namespace, model: str) -> EngineConfig:
+    """For one request at a time: the KV cache is as large as one context needs."""
+    return EngineConfig(
+        model=model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        kv_dtype=arguments.kv_dtype,
+        quantization=arguments.quantization,
+        max_context=arguments.max_context,
+        max_num_seqs=1,
+    )
+
+
+def check_text(text: str, what: str) -> str:
+    """Raises `UsageError` for text that is no Unicode, as a terminal of another encoding may deliver it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} is not valid UTF-8 text") from None
+    return text

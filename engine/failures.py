@@ -1,0 +1,32 @@
+"""Failures inside a living worker, in words for people. Torch-free."""
+
+from __future__ import annotations
+
+from engine.exit_reason import SMALLER
+
+_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
+
+
+def describe_error(error: BaseException) -> str:
+    """The message of an error meant for people, or the kind of one that is not."""
+    message = str(error)
+    if isinstance(error, (ValueError, LookupError)) and message and not isinstance(error, KeyError):
+        return message
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or any(phrase in str(error).lower() for phrase in _MEMORY_PHRASES)
+
+
+def is_fatal(message: str) -> bool:
+    """Whether the process can compute nothing any more: after such an error every CUDA call fails."""
+    return "CUDA error" in message and "out of memory" not in message
+
+
+def explain_load_failure(error: BaseException) -> str:
+    if is_out_of_memory(error):
+        return f"There is not enough memory for this model. {SMALLER}. ({describe_error(error)})"
+    return describe_error(error)
