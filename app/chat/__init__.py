@@ -1,0 +1,1 @@
+"""The chat itself: message view, Markdown, code blocks, composer."""
