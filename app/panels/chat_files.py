@@ -1,0 +1,74 @@
+"""Exporting and importing chats: where to, and what came of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from PySide6.QtCore import QObject, QUrl
+from PySide6.QtGui import QDesktopServices
+from PySide6.QtWidgets import QFileDialog, QWidget
+
+from app.panels.toast import Toast
+from app.state.workspace import Workspace
+
+_KINDS = {"markdown": ("md", "Markdown (*.md)"), "json": ("json", "Kvasir chats (*.json)")}
+
+
+def file_name(title: str, suffix: str) -> str:
+    """A file name every system takes, made of a chat's title."""
+    plain = re.sub(r'[\x00-\x1f<>:"/\\|?*]+', " ", title)
+    plain = " ".join(plain.split()).strip(". ")[:80] or "chat"
+    return f"{plain}.{suffix}"
+
+
+class ChatFiles(QObject):
+    """Asks for file names and tells in a toast how it went."""
+
+    def __init__(self, workspace: Workspace, toast: Toast, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._workspace, self._toast, self._window = workspace, toast, parent
+        self._folder = Path.home()
+        workspace.export_finished.connect(self._exported)
+        workspace.import_finished.connect(self._imported)
+
+    def export(self, conversation_id: str, kind: str) -> None:
+        """Exports one chat as "markdown" or "json"."""
+        path = self._ask_where(self._workspace.title(conversation_id), kind)
+        if path is None:
+            return
+        if kind == "markdown":
+            self._workspace.export_markdown(conversation_id, path)
+        else:
+            self._workspace.export_json(path, [conversation_id])
+
+    def export_all(self) -> None:
+        path = self._ask_where("Kvasir chats", "json")
+        if path is not None:
+            self._workspace.export_json(path)
+
+    def import_chats(self) -> None:
+        name, _ = QFileDialog.getOpenFileName(self._window, "Import chats", str(self._folder), _KINDS["json"][1])
+        if name:
+            self._workspace.import_json(Path(name))
+
+    def _ask_where(self, title: str, kind: str) -> Path | None:
+        suffix, pattern = _KINDS[kind]
+        start = str(self._folder / file_name(title, suffix))
+        name, _ = QFileDialog.getSaveFileName(self._window, "Export", start, pattern)
+        if not name:
+            return None
+        path = Path(name)
+        self._folder = path.parent
+        return path if path.suffix else path.with_suffix(f".{suffix}")
+
+    def _exported(self, path: str) -> None:
+        folder = QUrl.fromLocalFile(str(Path(path).parent))
+        self._toast.say(f"Exported to {path}", "Show folder", lambda: QDesktopServices.openUrl(folder), kind="success")
+
+    def _imported(self, ids: list[str]) -> None:
+        number = f"{len(ids)} chat{'' if len(ids) == 1 else 's'}"
+        if ids:
+            self._toast.say(f"Imported {number}", "Open", lambda: self._workspace.open(ids[0]), kind="success")
+        else:
+            self._toast.say("The file holds no chats.")

@@ -1,0 +1,128 @@
+"""The middle of the window: tab strip, engine banner, and one chat page for each open chat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QFrame, QStackedWidget, QVBoxLayout
+
+from app.chat.chat_page import ChatPage
+from app.panels.banner import EngineBanner
+from app.panels.tabs import TabStrip
+from app.state.engine_state import EngineState
+from app.state.session import ChatSession
+from app.state.workspace import Workspace
+from app.theme import ThemeManager
+
+
+class ChatPages(QFrame):
+    """Keeps tabs and pages in step with the workspace. A page is made when its tab first comes to the front."""
+
+    page_shown = Signal(object)
+    rename_requested = Signal(str)
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        engine: EngineState,
+        themes: ThemeManager,
+        banner: EngineBanner,
+        owner_colour: Callable[[str], str],
+    ) -> None:
+        super().__init__()
+        self._workspace, self._engine, self._themes = workspace, engine, themes
+        self._owner_colour = owner_colour
+        self._pages: dict[str, ChatPage] = {}
+        self.setMinimumWidth(360)
+        self.strip = TabStrip(themes)
+        self.banner = banner
+        self._stack = QStackedWidget()
+        self._stack.setObjectName("pages")
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(0)
+        column.addWidget(self.strip)
+        column.addWidget(banner)
+        column.addWidget(self._stack, 1)
+        self.strip.chosen.connect(workspace.set_current)
+        self.strip.close_requested.connect(workspace.close)
+        self.strip.new_requested.connect(workspace.new_session)
+        self.strip.rename_requested.connect(self.rename_requested)
+        self.strip.reordered.connect(self._reordered)
+        workspace.session_opened.connect(self._session_opened)
+        workspace.session_closed.connect(self._session_closed)
+        workspace.current_changed.connect(self._current_changed)
+        themes.changed.connect(self.refresh_dots)
+        for session in workspace.sessions:
+            self._session_opened(session)
+        self._current_changed(workspace.current)
+
+    @property
+    def current_page(self) -> ChatPage | None:
+        page = self._stack.currentWidget()
+        return page if isinstance(page, ChatPage) else None
+
+    def page(self, conversation_id: str) -> ChatPage | None:
+        """The page of an open chat, None if its tab was not in front yet."""
+        return self._pages.get(conversation_id)
+
+    def step(self, delta: int) -> None:
+        """Goes to the tab `delta` places to the right, around the end."""
+        ids = self.strip.ids
+        if ids:
+            self._workspace.set_current(ids[(self.strip.bar.currentIndex() + delta) % len(ids)])
+
+    def go_to(self, index: int) -> None:
+        """Goes to a tab by place, -1 being the last; nothing happens if there is none."""
+        ids = self.strip.ids
+        if -1 <= index < len(ids) and ids:
+            self._workspace.set_current(ids[index])
+
+    def refresh_dots(self, *_: object) -> None:
+        """Gives each tab its colour in the block map and marks those that are answering."""
+        for session in self._workspace.sessions:
+            self._refresh_dot(session)
+
+    def _refresh_dot(self, session: ChatSession) -> None:
+        id_ = session.conversation_id
+        if self.strip.index_of(id_) >= 0:
+            self.strip.set_dot(id_, self._owner_colour(id_), pulsing=session.is_generating)
+
+    def _session_opened(self, session: ChatSession) -> None:
+        id_ = session.conversation_id
+        self.strip.add(id_, session.title)
+        place = [other.conversation_id for other in self._workspace.sessions].index(id_)
+        self.strip.move(id_, place)
+        session.title_changed.connect(lambda title: self._title_changed(id_, title))
+        session.generating_changed.connect(lambda _: self._refresh_dot(session))
+        self._refresh_dot(session)
+
+    def _title_changed(self, conversation_id: str, title: str) -> None:
+        if self.strip.index_of(conversation_id) >= 0:
+            self.strip.set_title(conversation_id, title)
+
+    def _session_closed(self, conversation_id: str) -> None:
+        self.strip.remove(conversation_id)
+        page = self._pages.pop(conversation_id, None)
+        if page is not None:
+            self._stack.removeWidget(page)
+            page.deleteLater()
+
+    def _current_changed(self, session: ChatSession | None) -> None:
+        if session is None:
+            return
+        id_ = session.conversation_id
+        page = self._pages.get(id_)
+        if page is None:
+            page = ChatPage(session, self._themes, self._engine)
+            self._pages[id_] = page
+            self._stack.addWidget(page)
+        self._stack.setCurrentWidget(page)
+        self.strip.choose(id_)
+        page.focus_composer()
+        self.page_shown.emit(page)
+
+    def _reordered(self, ids: list[str]) -> None:
+        for index, conversation_id in enumerate(ids):
+            self._workspace.move(conversation_id, index)

@@ -1,0 +1,93 @@
+"""Loading and unloading models from the window: menu, file dialog, and remembering the last one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from PySide6.QtCore import QObject, Signal
+from PySide6.QtWidgets import QFileDialog, QMenu, QWidget
+
+from app.panels.library import ModelLibrary, starter_path
+from app.panels.model import DEFAULT_CONTEXT_LIMIT, short_count
+from app.settings import SettingsFile
+from app.state.engine_state import EngineState
+from engine.catalog import CatalogEntry
+from engine.memory import format_bytes
+from engine.protocol import EngineConfig
+
+
+class ModelActions(QObject):
+    """What can be done about models, for whichever part of the window asks."""
+
+    settings_wanted = Signal()
+    problem = Signal(str)
+
+    def __init__(
+        self, engine: EngineState, library: ModelLibrary, file: SettingsFile, parent: QWidget | None = None
+    ) -> None:
+        super().__init__(parent)
+        self._engine, self._library, self._file, self._window = engine, library, file, parent
+        engine.changed.connect(self._remember)
+
+    def load(self, config: EngineConfig) -> None:
+        self._engine.load(config)
+
+    def load_entry(self, entry: CatalogEntry) -> None:
+        self.load(EngineConfig(model=str(entry.path), max_context=min(entry.max_context, DEFAULT_CONTEXT_LIMIT)))
+
+    def load_starter(self) -> None:
+        starter = starter_path()
+        if starter is not None:
+            self.load(EngineConfig(model=str(starter)))
+
+    def unload(self) -> None:
+        self._engine.unload()
+
+    def open_file(self) -> None:
+        """Asks for a model file and loads it."""
+        start = self._file.settings.model_folders[0] if self._file.settings.model_folders else str(Path.home())
+        path, _ = QFileDialog.getOpenFileName(
+            self._window, "Open a model file", start, "Models (*.gguf);;All files (*)"
+        )
+        if path:
+            self.load(EngineConfig(model=path))
+
+    def fill_menu(self, menu: QMenu) -> None:
+        """The models on this machine, the loaded one ticked, and what else can be done."""
+        menu.clear()
+        menu.setToolTipsVisible(True)
+        loaded = self._engine.model.path if self._engine.model is not None else ""
+        for entry in self._library.entries[:30]:
+            facts = [entry.quantisation, short_count(entry.num_parameters), format_bytes(entry.size_bytes)]
+            action = menu.addAction(entry.name, lambda entry=entry: self.load_entry(entry))
+            action.setCheckable(True)
+            action.setChecked(str(entry.path) == loaded)
+            action.setEnabled(entry.error is None)
+            action.setToolTip(entry.error or " · ".join(facts))
+        if not self._library.entries:
+            menu.addAction("Looking for models…" if self._library.is_searching else "No models found").setEnabled(False)
+        menu.addSeparator()
+        menu.addAction("Open a model file…", self.open_file)
+        menu.addAction("Context length and more…", self.settings_wanted.emit)
+        unload = menu.addAction("Unload the model", self.unload)
+        unload.setEnabled(self._engine.status in ("ready", "loading"))
+
+    def config_at_start(self) -> EngineConfig | None:
+        """What the engine loads by itself: the last model if it is still there, else the starter model."""
+        settings = self._file.settings
+        if not settings.load_model_at_start:
+            return None
+        if settings.last_model is not None and Path(settings.last_model.model).exists():
+            return settings.last_model
+        starter = starter_path()
+        return EngineConfig(model=str(starter)) if starter is not None else None
+
+    def _remember(self) -> None:
+        config = self._engine.config
+        if self._engine.status != "ready" or config is None or config == self._file.settings.last_model:
+            return
+        self._file.settings.last_model = config
+        try:
+            self._file.save()
+        except OSError as error:
+            self.problem.emit(f"The settings cannot be saved in {self._file.path}: {error.strerror}")

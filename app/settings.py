@@ -1,0 +1,112 @@
+"""What the user has chosen and where the window was: one versioned JSON file, written atomically."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import platformdirs
+
+from app.theme import DEFAULT_FONT_SIZE, FONT_SIZE_RANGE
+from engine.protocol import EngineConfig
+
+SETTINGS_VERSION = 1
+_log = logging.getLogger(__name__)
+
+
+def data_folder() -> Path:
+    """Where chats, models and logs live; `KVASIR_DATA` overrides the platform's place."""
+    override = os.environ.get("KVASIR_DATA")
+    folder = Path(override) if override else Path(platformdirs.user_data_dir("kvasir", appauthor=False))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def config_folder() -> Path:
+    """Where the settings live: beside the data if `KVASIR_DATA` is set, else the platform's place."""
+    if os.environ.get("KVASIR_DATA"):
+        return data_folder()
+    folder = Path(platformdirs.user_config_dir("kvasir", appauthor=False))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def log_folder() -> Path:
+    folder = data_folder() / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+class WindowState(msgspec.Struct):
+    """Where the window and its parts were. `rect` is x, y, width, height of the normal window."""
+
+    rect: tuple[int, int, int, int] | None = None
+    maximized: bool = False
+    sidebar_visible: bool = True
+    sidebar_width: int = 248
+    inspector_visible: bool = True
+    inspector_width: int = 312
+    inspector_tab: Literal["sampling", "model"] = "sampling"
+    dashboard_visible: bool = True
+    dashboard_height: int = 196
+
+
+class Settings(msgspec.Struct):
+    """Everything the settings window changes. Unknown fields of a newer version are ignored."""
+
+    version: int = SETTINGS_VERSION
+    theme: Literal["system", "light", "dark"] = "system"
+    font_size: Annotated[int, msgspec.Meta(ge=FONT_SIZE_RANGE[0], le=FONT_SIZE_RANGE[1])] = DEFAULT_FONT_SIZE
+    engine_python: str = ""
+    """The interpreter that runs the engine worker; empty is the window's own."""
+    model_folders: list[str] = []
+    load_model_at_start: bool = True
+    last_model: EngineConfig | None = None
+    window: WindowState = msgspec.field(default_factory=WindowState)
+
+
+class SettingsFile:
+    """Loads and saves `Settings`; a file that cannot be understood is set aside, never overwritten.
+
+    `problem` says in words what was wrong with the file, or is empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problem = ""
+        self.settings = self._load()
+
+    def save(self) -> None:
+        """Writes the settings so that a crash leaves either the old file or the new one.
+
+        Raises `OSError` if the folder cannot be written.
+        """
+        text = msgspec.json.format(msgspec.json.encode(self.settings), indent=2)
+        temporary = self.path.with_suffix(".json.new")
+        with open(temporary, "wb") as file:
+            file.write(text + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)
+
+    def _load(self) -> Settings:
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return Settings()
+        except OSError as error:
+            self.problem = f"The settings in {self.path} cannot be read ({error.strerror}); defaults are used."
+            return Settings()
+        try:
+            return msgspec.json.decode(data, type=Settings)
+        except msgspec.MsgspecError as error:
+            aside = self.path.with_suffix(".json.unreadable")
+            try:
+                os.replace(self.path, aside)
+            except OSError:
+                _log.exception("cannot set aside %s", self.path)
+            self.problem = f"The settings file was damaged ({error}). Defaults are used; the old file is {aside}."
+            return Settings()
