@@ -21,7 +21,7 @@ $(BIN)/python:
 	packaging/check_python.sh $(PYTHON)
 	$(PYTHON) -m venv $(VENV)
 
-$(SETUP): pyproject.toml constraints.txt packaging/system_libraries.sh | $(BIN)/python
+$(SETUP): pyproject.toml setup.py constraints.txt packaging/system_libraries.sh $(wildcard kernels/cpu/src/*) | $(BIN)/python
 	packaging/system_libraries.sh
 	@echo "Installing Kvasir's dependencies (torch is the large one) ..."
 	$(PIP) install -c constraints.txt -e .

@@ -178,7 +178,7 @@ class GGUFFile:
             pass
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor's bytes as they lie in the file: a read-only uint8 view [nbytes], nothing is copied."""
+        """The tensor's bytes as they lie in the file: a uint8 view [nbytes], copied only where it is written to."""
         import numpy as np
 
         tensor = self.tensors.get(name)
