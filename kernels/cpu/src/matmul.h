@@ -188,6 +188,7 @@ inline void matmul_groups(const KvOp& op, int num_rows, WorkQueue& queue) {
         const int tile_begin = chunk % tile_blocks * tile_block, tile_end = std::min(tiles, tile_begin + tile_block);
         for (int tile = tile_begin; tile < tile_end; tile++) {
             int row = row_begin;
+            for (; row + 8 <= row_end; row += 8) tile_rows<8>(op, weights, groups, tile, x, row);
             for (; row + 4 <= row_end; row += 4) tile_rows<4>(op, weights, groups, tile, x, row);
             switch (row_end - row) {
                 case 3: tile_rows<3>(op, weights, groups, tile, x, row); break;
