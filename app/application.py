@@ -19,8 +19,10 @@ from app.bridge import Bridge
 from app.crash import CrashReport, CrashWatch
 from app.panels.dialogs import ReportDialog
 from app.panels.library import ModelLibrary
-from app.settings import SettingsFile, config_folder, data_folder, log_folder
+from app.paths import data_folder, database_path, log_folder, settings_path
+from app.settings import SettingsFile
 from app.single_instance import SingleInstance
+from app.state.delivery import Delivery
 from app.state.engine_state import EngineState
 from app.state.records import Preset
 from app.state.telemetry import TelemetryState
@@ -31,7 +33,6 @@ from app.window import MainWindow, WindowServices
 from engine.client import EngineClient, LocalEngineClient, worker_command
 from engine.protocol import SamplingParams
 
-DATABASE_NAME = "kvasir.db"
 STORE_TIMEOUT_S = 5.0
 WORKER_TIMEOUT_S = 3.0
 AFTER_FIRST_PAINT_MS = 60
@@ -45,19 +46,27 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """
     started = time.perf_counter()
     qt = make_qt_application(arguments)
-    folder = data_folder()
-    instance = SingleInstance(folder)
-    if not instance.acquire():
+    try:
+        folder, logs = data_folder(), log_folder()
+        instance = SingleInstance(folder)
+        is_first = instance.acquire()
+    except OSError as error:
+        _say_fatal(
+            f"Kvasir cannot keep its files: {error}. Free some space on that disk or allow writing there, or name "
+            "another folder in the environment variable KVASIR_DATA; then start again."
+        )
+        return 1
+    if not is_first:
         if instance.ask_first_to_focus():
             return 0
         _say_fatal(f"Kvasir is already running on {folder}, but it does not answer. End it, then start again.")
         return 1
-    set_up_logging(log_folder())
-    crash = CrashWatch(log_folder())
+    set_up_logging(logs)
+    crash = CrashWatch(logs)
     previous_crash = crash.previous()
     crash.install()
     try:
-        application = Application(SettingsFile(config_folder() / "settings.json"), folder / DATABASE_NAME)
+        application = Application(SettingsFile(settings_path()), database_path())
     except StoreError as error:
         _log.error("the database cannot be used: %s", error)
         crash.close()
@@ -90,17 +99,21 @@ def make_qt_application(arguments: Sequence[str] | None = None) -> QApplication:
 
 
 def set_up_logging(folder: Path) -> None:
-    """Logs to a file of bounded size, and warnings to the terminal."""
+    """Logs to a file of bounded size, if there can be one, and warnings to the terminal."""
     root = logging.getLogger()
     root.setLevel(logging.INFO)
-    file = logging.handlers.RotatingFileHandler(
-        folder / "window.log", maxBytes=1 << 20, backupCount=2, encoding="utf-8"
-    )
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     terminal = logging.StreamHandler()
     terminal.setLevel(logging.WARNING)
-    root.addHandler(file)
     root.addHandler(terminal)
+    try:
+        file = logging.handlers.RotatingFileHandler(
+            folder / "window.log", maxBytes=1 << 20, backupCount=2, encoding="utf-8"
+        )
+    except OSError as error:
+        _log.warning("nothing is logged to a file: %s", error)
+        return
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root.addHandler(file)
 
 
 def builtin_presets() -> list[Preset]:
@@ -122,6 +135,7 @@ class Application(QObject):
     def __init__(self, file: SettingsFile, database: Path, client: EngineClient | None = None) -> None:
         super().__init__()
         self.file = file
+        self._delivery = Delivery(self)
         settings = file.settings
         self.store = Store(database)
         self.themes = ThemeManager(settings.theme, settings.font_size, self)
@@ -131,7 +145,7 @@ class Application(QObject):
         )
         self.bridge = Bridge(self.client, self)
         self.engine = EngineState(self.client, self.bridge, self)
-        self.telemetry = TelemetryState(self.bridge, parent=self)
+        self.telemetry = TelemetryState(self.bridge, self.engine, parent=self)
         self.workspace = Workspace(self.store, self.bridge, self.engine, builtin_presets=builtin_presets(), parent=self)
         self.library = ModelLibrary(lambda: settings.model_folders, self)
         self.window = MainWindow(
@@ -153,8 +167,9 @@ class Application(QObject):
             QTimer.singleShot(0, lambda: self.window.toast.say(self.file.problem, kind="danger", milliseconds=0))
 
     def say_internal_error(self, last_line: str) -> None:
-        """Tells of an unhandled exception without stopping anybody's work."""
-        self.window.toast.say(f"Something went wrong inside Kvasir: {last_line}", kind="danger", milliseconds=12_000)
+        """Tells of an unhandled exception without stopping anybody's work. May be called on any thread."""
+        message = f"Something went wrong inside Kvasir: {last_line}"
+        self._delivery.post(lambda: self.window.toast.say(message, kind="danger", milliseconds=12_000))
 
     @Slot()
     def quit(self) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from PySide6.QtCore import QObject, Qt, QTimer, Slot
 
-from engine.protocol import Accepted, AnyCommand, AnyEvent, Delta, Event, Finished
+from engine.protocol import Accepted, AnyCommand, AnyEvent, Delta, Event, Finished, merge_deltas
 
 RequestEvent = Accepted | Delta | Finished
 EventT = TypeVar("EventT", bound=Event)
@@ -56,7 +56,7 @@ class _Route:
 
     def _merge_deltas(self) -> None:
         if self.deltas:
-            self.events.append(_merge(self.deltas))
+            self.events.append(merge_deltas(self.deltas))
             self.deltas = []
 
 
@@ -95,9 +95,6 @@ class Bridge(QObject):
     def subscribe(self, event_type: type[EventT], handler: Callable[[EventT], None]) -> None:
         """Calls `handler` with every event of that type. Events of a registered request go to its handler too."""
         self._handlers[event_type].append(handler)
-
-    def unsubscribe(self, event_type: type[EventT], handler: Callable[[EventT], None]) -> None:
-        self._handlers[event_type].remove(handler)
 
     def register_request(self, request_id: str, handler: Callable[[RequestEvent], None], owner: str = "") -> None:
         """Routes a request's `Accepted`, `Delta` and `Finished` to `handler`; ends by itself after `Finished`."""
@@ -167,17 +164,6 @@ class Bridge(QObject):
 
     def _wake(self) -> None:
         self._set_pace(busy=True)
-
-
-def _merge(deltas: list[Delta]) -> Delta:
-    if len(deltas) == 1:
-        return deltas[0]
-    return Delta(
-        request_id=deltas[0].request_id,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        logprobs=[logprob for delta in deltas for logprob in delta.logprobs],
-    )
 
 
 def _call(handler: Callable[[EventT], None], event: EventT, errors: list[Exception]) -> None:

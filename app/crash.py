@@ -47,9 +47,15 @@ class CrashWatch:
         self._header_written = False
 
     def install(self) -> None:
-        """Takes over fatal signals, the exception hooks of all threads, and Qt's own messages."""
-        self._file = open(self.path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 - open for the whole run
-        faulthandler.enable(self._file)
+        """Takes over fatal signals, the exception hooks of all threads, and Qt's own messages.
+
+        Where no file can be written there will be no report; the hooks still tell and log.
+        """
+        try:
+            self._file = open(self.path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115 - open for the whole run
+            faulthandler.enable(self._file)
+        except OSError as error:
+            _log.warning("a crash would leave no report: %s", error)
         sys.excepthook = self.record
         threading.excepthook = lambda args: self.record(args.exc_type, args.exc_value, args.exc_traceback)
         qInstallMessageHandler(_log_qt_message)
@@ -57,17 +63,21 @@ class CrashWatch:
     def record(
         self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None = None
     ) -> None:
-        """Writes one unhandled exception to the report and the log, and tells `on_error` its last line."""
+        """Writes one unhandled exception to the report and the log, and tells `on_error` its last line.
+
+        Runs on the thread that failed, and so does `on_error`.
+        """
         if issubclass(kind, KeyboardInterrupt):
             sys.__excepthook__(kind, error or kind(), trace)
             return
         text = "".join(traceback.format_exception(kind, error, trace))
         _log.error("unhandled exception\n%s", text)
         if self._file is not None:
-            if not self._header_written:
-                self._file.write(_environment())
+            try:
+                self._file.write(text if self._header_written else _environment() + text)
                 self._header_written = True
-            self._file.write(text + "\n")
+            except OSError as failure:
+                _log.error("the crash report cannot be written: %s", failure)
         if self.on_error is not None:
             self.on_error(text.strip().splitlines()[-1])
 
@@ -91,16 +101,19 @@ class CrashWatch:
 
     def close(self) -> None:
         """Ends the watch after a quit in good order."""
-        if self._file is None:
-            return
-        faulthandler.disable()
         sys.excepthook = sys.__excepthook__
         threading.excepthook = threading.__excepthook__
         qInstallMessageHandler(None)
-        self._file.close()
-        self._file = None
-        kept = self.path.with_suffix(".txt")
-        self.path.replace(kept) if self._header_written else self.path.unlink(missing_ok=True)
+        file, self._file = self._file, None
+        if file is None:
+            return
+        faulthandler.disable()
+        try:
+            file.close()
+            kept = self.path.with_suffix(".txt")
+            self.path.replace(kept) if self._header_written else self.path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.error("the crash report %s cannot be put away: %s", self.path, error)
 
 
 def _is_running(path: Path) -> bool:

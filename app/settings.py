@@ -1,4 +1,4 @@
-"""What the user has chosen and where the window was: one versioned JSON file, written atomically."""
+"""What the user has chosen and where the window was: one versioned JSON file, written atomically. Qt-free."""
 
 from __future__ import annotations
 
@@ -8,36 +8,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import platformdirs
 
-from app.theme import DEFAULT_FONT_SIZE, FONT_SIZE_RANGE
 from engine.protocol import EngineConfig
 
 SETTINGS_VERSION = 1
+DEFAULT_FONT_SIZE = 14
+FONT_SIZE_RANGE = (11, 22)
 _log = logging.getLogger(__name__)
-
-
-def data_folder() -> Path:
-    """Where chats, models and logs live; `KVASIR_DATA` overrides the platform's place."""
-    override = os.environ.get("KVASIR_DATA")
-    folder = Path(override) if override else Path(platformdirs.user_data_dir("kvasir", appauthor=False))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def config_folder() -> Path:
-    """Where the settings live: beside the data if `KVASIR_DATA` is set, else the platform's place."""
-    if os.environ.get("KVASIR_DATA"):
-        return data_folder()
-    folder = Path(platformdirs.user_config_dir("kvasir", appauthor=False))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def log_folder() -> Path:
-    folder = data_folder() / "logs"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 class WindowState(msgspec.Struct):
@@ -68,6 +45,14 @@ class Settings(msgspec.Struct):
     window: WindowState = msgspec.field(default_factory=WindowState)
 
 
+def read_settings(path: Path) -> Settings:
+    """What a file says; the defaults if there is none. Raises `OSError` and `msgspec.MsgspecError`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Settings)
+    except FileNotFoundError:
+        return Settings()
+
+
 class SettingsFile:
     """Loads and saves `Settings`; a file that cannot be understood is set aside, never overwritten.
 
@@ -82,8 +67,9 @@ class SettingsFile:
     def save(self) -> None:
         """Writes the settings so that a crash leaves either the old file or the new one.
 
-        Raises `OSError` if the folder cannot be written.
+        Makes the folder if need be; raises `OSError` if it cannot be written.
         """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         text = msgspec.json.format(msgspec.json.encode(self.settings), indent=2)
         temporary = self.path.with_suffix(".json.new")
         with open(temporary, "wb") as file:
@@ -94,14 +80,10 @@ class SettingsFile:
 
     def _load(self) -> Settings:
         try:
-            data = self.path.read_bytes()
-        except FileNotFoundError:
-            return Settings()
+            return read_settings(self.path)
         except OSError as error:
             self.problem = f"The settings in {self.path} cannot be read ({error.strerror}); defaults are used."
             return Settings()
-        try:
-            return msgspec.json.decode(data, type=Settings)
         except msgspec.MsgspecError as error:
             aside = self.path.with_suffix(".json.unreadable")
             try:

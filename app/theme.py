@@ -16,6 +16,9 @@ from PySide6.QtGui import QColor, QFont, QFontDatabase, QGuiApplication, QIcon, 
 from PySide6.QtSvg import QSvgRenderer
 from PySide6.QtWidgets import QApplication
 
+from app.settings import DEFAULT_FONT_SIZE as DEFAULT_FONT_SIZE
+from app.settings import FONT_SIZE_RANGE as FONT_SIZE_RANGE
+
 ThemeMode = Literal["system", "light", "dark"]
 THEME_MODES: tuple[ThemeMode, ...] = ("system", "light", "dark")
 
@@ -29,9 +32,6 @@ RADIUS_S = 6
 RADIUS_M = 10
 RADIUS_L = 14
 ICON_SIZE = 16
-
-DEFAULT_FONT_SIZE = 14
-FONT_SIZE_RANGE = (11, 22)
 
 _UI_FAMILIES = {
     "darwin": ("SF Pro Text", ".AppleSystemUIFont", "Helvetica Neue"),

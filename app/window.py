@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from PySide6.QtCore import QEvent, QRect, Qt, Signal
 from PySide6.QtGui import QCloseEvent
@@ -18,7 +17,7 @@ from app.panels.context_meter import ContextMeter
 from app.panels.dashboard_host import DashboardHost
 from app.panels.header import HeaderBar
 from app.panels.inspector import Inspector
-from app.panels.library import ModelLibrary, starter_path
+from app.panels.library import ModelLibrary
 from app.panels.model import ModelPanel
 from app.panels.model_actions import ModelActions
 from app.panels.owner_colours import OwnerColours
@@ -26,6 +25,7 @@ from app.panels.sampling import SamplingPanel
 from app.panels.sidebar import Sidebar
 from app.panels.toast import Toast
 from app.settings import SettingsFile
+from app.state.context_usage import ContextUsage
 from app.state.engine_state import EngineState
 from app.state.session import ChatSession
 from app.state.telemetry import TelemetryState
@@ -34,8 +34,7 @@ from app.theme import ThemeManager
 from app.window_actions import WindowActions
 from app.window_commands import window_commands
 from app.window_geometry import MINIMUM_SIZE, start_rect
-
-Part = Literal["sidebar", "inspector", "dashboard"]
+from engine.catalog import starter_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +68,13 @@ class MainWindow(QMainWindow):
         self.menu = QMenu(self)
         self.header = HeaderBar(self.engine, self.themes, self.menu)
         self.sidebar = Sidebar(self.workspace, self.themes, self.colours.colour)
-        banner = EngineBanner(self.engine, self.themes, has_starter=starter_path() is not None)
-        self.pages = ChatPages(self.workspace, self.engine, self.themes, banner, self.colours.colour)
+        banner = EngineBanner(self.engine, self.themes, has_starter=starter_model() is not None)
+        self.usage = ContextUsage(self.engine, self)
+        self.pages = ChatPages(self.workspace, self.engine, self.usage, self.themes, banner, self.colours.colour)
         self.inspector = Inspector(
             SamplingPanel(self.workspace, self.themes),
             ModelPanel(self.engine, services.library, self.themes),
-            ContextMeter(self.engine),
+            ContextMeter(self.usage),
         )
         self.dashboard = DashboardHost(services.telemetry, self.themes, self.workspace.title)
         self._lay_out()
@@ -136,6 +136,7 @@ class MainWindow(QMainWindow):
         self.models.settings_wanted.connect(lambda: self.actions_.show_page("model"))
         self.models.problem.connect(self._say_problem)
         workspace.current_changed.connect(self._session_changed)
+        workspace.conversations_changed.connect(self._show_title)
         workspace.session_closed.connect(self._session_closed)
         workspace.undo_available.connect(self._offer_undo)
         workspace.error_occurred.connect(self._say_problem)
@@ -151,6 +152,11 @@ class MainWindow(QMainWindow):
 
     def _session_changed(self, session: ChatSession | None) -> None:
         self.inspector.set_session(session)
+        self.usage.set_session(session)
+        self._show_title()
+
+    def _show_title(self) -> None:
+        session = self.workspace.current
         self.setWindowTitle(f"{session.title} – Kvasir" if session is not None else "Kvasir")
 
     def _session_closed(self, _: str) -> None:
@@ -176,6 +182,8 @@ class MainWindow(QMainWindow):
     def _offer_undo(self, description: str) -> None:
         if description:
             self.toast.say(description, "Undo", self.workspace.undo_delete)
+        else:
+            self.toast.withdraw(self.workspace.undo_delete)
 
     def _say_problem(self, message: str) -> None:
         self.toast.say(message, kind="danger", milliseconds=12_000)

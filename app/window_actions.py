@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from PySide6.QtCore import Qt, QUrl
 from PySide6.QtGui import QDesktopServices
@@ -12,15 +12,13 @@ from PySide6.QtWidgets import QWidget
 from app.panels.command_palette import PaletteEntry
 from app.panels.dialogs import AboutDialog, ask_text
 from app.panels.settings import SettingsDialog
-from app.settings import log_folder
+from app.paths import log_folder
 from app.state.session import ChatSession
 from app.theme import DEFAULT_FONT_SIZE
 from app.version import version
 
 if TYPE_CHECKING:
     from app.window import MainWindow
-
-Part = Literal["sidebar", "inspector", "dashboard"]
 
 
 class WindowActions:

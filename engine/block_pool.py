@@ -221,10 +221,6 @@ class BlockPool:
         for block_id in block_ids:
             self._forget(self._blocks[block_id])
 
-    def clear_cache(self) -> None:
-        """Makes every block unfindable."""
-        self.forget(list(self._by_hash.values()))
-
     def _forget(self, block: Block) -> None:
         if block.block_hash is None:
             return

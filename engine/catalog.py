@@ -47,6 +47,13 @@ class CatalogEntry:
     error: str | None = None
 
 
+def data_folder() -> Path:
+    """Where Kvasir keeps what is the user's: `KVASIR_DATA`, else the platform's place. It need not exist."""
+    if override := os.environ.get("KVASIR_DATA"):
+        return Path(override)
+    return platformdirs.user_data_path("kvasir", appauthor=False)
+
+
 def model_folders() -> list[Path]:
     """Where models are looked for besides the starter model: KVASIR_MODELS, then the user's own folder."""
     listed = [Path(item).expanduser() for item in os.environ.get("KVASIR_MODELS", "").split(os.pathsep) if item]
@@ -54,7 +61,8 @@ def model_folders() -> list[Path]:
 
 
 def user_models_folder() -> Path:
-    return platformdirs.user_data_path("kvasir", appauthor=False) / "models"
+    """The folder to put models into."""
+    return data_folder() / "models"
 
 
 def hugging_face_cache() -> Path:
@@ -88,6 +96,11 @@ def find_models(extra_dirs: Iterable[Path | str] = ()) -> list[CatalogEntry]:
     for name, path in _cached_models(hugging_face_cache()):
         found.setdefault(path.resolve(), (name, path))
     return [_entry(name, path) for name, path in _with_unique_names(list(found.values()))]
+
+
+def describe_path(path: Path) -> CatalogEntry:
+    """The entry of one model file or folder, wherever it lies; a model that cannot be used has `error` set."""
+    return _entry(path.name if path.is_dir() else path.stem, path)
 
 
 def resolve(name_or_path: str | Path, extra_dirs: Sequence[Path | str] = ()) -> Path:
@@ -177,6 +190,7 @@ def _with_unique_names(found: Sequence[tuple[str, Path]]) -> list[tuple[str, Pat
 
 def _entry(name: str, path: Path) -> CatalogEntry:
     try:
+        _check_path(path)
         described = _describe_cached(path, _fingerprint(path))
     except (DescriptionError, OSError) as error:
         size = path.stat().st_size if path.is_file() else 0
@@ -193,6 +207,14 @@ def _entry(name: str, path: Path) -> CatalogEntry:
         described.size_bytes,
         described.shape,
     )
+
+
+def _check_path(path: Path) -> None:
+    """Raises `DescriptionError` for a path that no command to the engine could carry."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        raise DescriptionError("its path is not valid UTF-8 text; rename it") from None
 
 
 def _fingerprint(path: Path) -> tuple[tuple[str, int, int], ...]:

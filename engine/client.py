@@ -45,6 +45,15 @@ def worker_command(python: str = "") -> list[str]:
     return [python or sys.executable, "-P", "-m", "engine.worker"]
 
 
+def _encode(command: AnyCommand) -> bytes:
+    try:
+        return encode(command)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the engine cannot be sent {error.object[error.start : error.end]!r}: it is no text"
+        ) from error
+
+
 class EngineUnavailable(RuntimeError):
     """A command was given to a client that was not started or is closed."""
 
@@ -73,7 +82,8 @@ class EngineClient(Protocol):
     def send(self, command: AnyCommand) -> None:
         """Queues a command. To a dead engine, the answer is an event that says so.
 
-        Raises `EngineUnavailable` before `start` and after `close`.
+        Raises `EngineUnavailable` before `start` and after `close`, and `ValueError` for a request id that is
+        in use or text that cannot be sent (half of a surrogate pair); nothing is sent then.
         """
         ...
 
@@ -161,6 +171,7 @@ class LocalEngineClient:
                 self._launch()
 
     def send(self, command: AnyCommand) -> None:
+        message = _encode(command)
         with self._lock:
             if self._closed:
                 raise EngineUnavailable("this engine client is closed")
@@ -173,12 +184,12 @@ class LocalEngineClient:
             elif isinstance(command, CountTokens):
                 self._counts[command.query_id] = None
             if self._death is not None:
-                message = f"The engine is not running. {self._death.reason}"
+                reason = f"The engine is not running. {self._death.reason}"
                 if isinstance(command, LoadModel):
-                    self._deliver(LoadFailed(model=command.config.model, message=message))
-                self._fail_pending(message)
+                    self._deliver(LoadFailed(model=command.config.model, message=reason))
+                self._fail_pending(reason)
                 return
-            self._worker.send_bytes(encode(command))
+            self._worker.send_bytes(message)
 
     def take_events(self) -> list[AnyEvent]:
         with self._lock:
@@ -198,6 +209,7 @@ class LocalEngineClient:
             previous = self._worker
             if previous is not None and self._death is None:
                 self._fail_pending("The engine was restarted before the answer was finished.")
+                self._forgive_if_healthy()
                 previous.end(grace=1.0)
             self._launch(previous)
 
@@ -224,9 +236,13 @@ class LocalEngineClient:
             return 0.0
         return min(MAX_BACK_OFF_SECONDS, 0.5 * 2 ** (self._early_deaths - 2))
 
+    def _forgive_if_healthy(self) -> None:
+        if time.monotonic() - self._started_at >= HEALTHY_SECONDS:
+            self._early_deaths = 0
+
     def _launch(self, previous: WorkerProcess | None = None) -> None:
         self._death = None
-        self._started_at = time.monotonic()
+        self._started_at = time.monotonic() + self.back_off_seconds
         self._worker = WorkerProcess(
             self._command,
             self._environment,
@@ -255,8 +271,7 @@ class LocalEngineClient:
         with self._lock:
             if worker is not self._worker or self._closed:
                 return
-            if time.monotonic() - self._started_at >= HEALTHY_SECONDS:
-                self._early_deaths = 0
+            self._forgive_if_healthy()
             self._early_deaths += 1
             self._death = death = WorkerDied(
                 reason=death.reason,

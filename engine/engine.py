@@ -7,29 +7,24 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+import msgspec
 import torch
 
-from engine import catalog, memory
+from engine import memory
 from engine.answer import Answer, RequestOutput
+from engine.assembly import EngineParts, load
 from engine.block_pool import BlockPool
-from engine.figures import EngineFigures, collect_figures
-from engine.loading.describe import describe
-from engine.metrics import Metrics, request_metrics
-from engine.models import LoadCancelled, LoadedModel, load_model, release_memory
-from engine.models.native_decoder import why_not_native
+from engine.metrics import Metrics, collect_telemetry, request_metrics
+from engine.models import release_memory
 from engine.owners import OwnerSlots
 from engine.parameters import SamplingParams
-from engine.placement import choose_num_blocks, max_batched_tokens, resolve_device
-from engine.protocol import EngineConfig, ModelInfo, StepEntry, TokenLogprob
+from engine.protocol import EngineConfig, MemoryBreakdown, StepEntry, Telemetry, TokenLogprob
 from engine.request import Request
-from engine.runner import Runner, make_runner, runner_kv_dtype
+from engine.runner import Runner
 from engine.sampling.sampler import Sampled, sample
-from engine.scheduler import ScheduledRequest, Scheduler, StepPlan, check_budget
-from engine.text.prompt import fit_tokens
-from engine.text.tokenizer import Tokenizer, load_tokenizer
-from kernels import ops
+from engine.scheduler import ScheduledRequest, Scheduler, StepPlan
+from engine.text.prompt import answer_room, fit_tokens
 
 BAD_LOGITS = (
     "The model produced numbers that are no probabilities (NaN or infinity) for this request. "
@@ -43,39 +38,28 @@ class AddedRequest:
 
     seed: int
     max_tokens: int
-    prompt_tokens: int
 
 
 class Engine:
     """One loaded model and all requests to it. Not thread-safe: add, cancel and step from one thread."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        info: ModelInfo,
-        loaded: LoadedModel,
-        tokenizer: Tokenizer,
-        runner: Runner,
-        workspace_bytes: int = 0,
-    ) -> None:
-        budget = max_batched_tokens(config, loaded.device)
-        self.config = config
+    def __init__(self, parts: EngineParts) -> None:
+        info = parts.info
         self.info = info
-        self.tokenizer = tokenizer
-        self.workspace_bytes = workspace_bytes
+        self.tokenizer = parts.tokenizer
         self.pool = BlockPool(
             info.num_kv_blocks,
             info.block_size,
             cache_key=f"{info.path} {info.dtype} {info.kv_dtype}",
-            prefix_caching=config.prefix_caching,
+            prefix_caching=parts.prefix_caching,
         )
-        self.scheduler = Scheduler(self.pool, config.max_num_seqs, budget)
+        self.scheduler = Scheduler(self.pool, info.max_num_seqs, parts.max_batched_tokens)
         self.metrics = Metrics()
         self.owners = OwnerSlots()
-        self._device = loaded.device
-        self._runner: Runner | None = runner
+        self._workspace_bytes = parts.workspace_bytes
+        self._runner: Runner | None = parts.runner
         # Ids beyond the tokenizer's are padding of the weights: they mean nothing and are never drawn.
-        self._vocab_size = min(loaded.config.vocab_size, tokenizer.vocab_size)
+        self._vocab_size = min(info.vocab_size, parts.tokenizer.vocab_size)
         self._answers: dict[str, Answer] = {}
         self._outputs: list[RequestOutput] = []
         self._block_map_shown = False
@@ -87,71 +71,8 @@ class Engine:
         on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Engine:
-        """Loads a model and makes its KV cache.
-
-        Raises `ValueError` or `LookupError` with a message for people for what cannot be loaded,
-        `LoadCancelled` once `cancelled()` is true.
-        """
-        started = time.monotonic()
-        refuse_unavailable(config)
-        path = catalog.resolve(config.model)
-        device = resolve_device(config.device)
-        on_progress("Reading the tokenizer", 0, 0)
-        tokenizer = load_tokenizer(path)
-        loaded = load_model(path, config, device, on_progress, cancelled)
-        try:
-            on_progress("Making room for the KV cache", 0, 0)
-            engine = cls.assemble(config, path, loaded, tokenizer, started)
-            if cancelled():
-                raise LoadCancelled
-            return engine
-        except BaseException:
-            del loaded
-            release_memory(device)
-            raise
-
-    @classmethod
-    def assemble(
-        cls, config: EngineConfig, path: Path, loaded: LoadedModel, tokenizer: Tokenizer, started: float | None = None
-    ) -> Engine:
-        """Makes an engine with a KV cache of its own over weights that are loaded already.
-
-        `started` is when loading began. Raises `ValueError` if the cache does not fit into memory.
-        """
-        refuse_unavailable(config)
-        if loaded.native and (obstacle := why_not_native(loaded.config, config.block_size)) is not None:
-            raise ValueError(f"the weights are packed for the native CPU kernels, which do not support {obstacle}")
-        dtype = runner_kv_dtype(loaded, config.kv_dtype)
-        bytes_per_token = _kv_bytes_per_token(loaded, dtype)
-        num_blocks = choose_num_blocks(config, loaded.config.max_context, bytes_per_token, loaded.device)
-        budget = max_batched_tokens(config, loaded.device)
-        runner = make_runner(loaded, num_blocks, config.block_size, dtype, budget)
-        workspace = runner.workspace_bytes
-        if workspace is None:
-            workspace = memory.workspace_bytes(describe(path).shape, budget, config.max_num_seqs)
-        template = tokenizer.chat_template
-        info = ModelInfo(
-            name=model_name(config.model, path),
-            path=str(path),
-            architecture=loaded.config.architecture,
-            format=loaded.format,
-            num_parameters=loaded.num_parameters,
-            num_layers=loaded.config.num_layers,
-            vocab_size=loaded.config.vocab_size,
-            max_context=loaded.config.max_context,
-            device=str(loaded.device),
-            kernels=ops.describe_backend() if loaded.native else "reference",
-            dtype=_dtype_name(loaded.dtype),
-            kv_dtype=_dtype_name(dtype),
-            weight_bytes=loaded.weight_bytes,
-            kv_bytes_per_token=bytes_per_token,
-            num_kv_blocks=num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            load_seconds=0.0 if started is None else time.monotonic() - started,
-            supports_system_role=template is None or template.supports_system_role,
-        )
-        return cls(config, info, loaded, tokenizer, runner, workspace)
+        """Loads a model and makes its KV cache, see `engine.assembly.load`."""
+        return cls(load(config, on_progress, cancelled))
 
     # ------------------------------------------------------------ requests
 
@@ -165,6 +86,7 @@ class Engine:
     ) -> AddedRequest:
         """Queues a prompt. Raises `ValueError` with a message for people if it can never be answered.
 
+        The answer is cut to what context and KV cache have room for, by the rules of `fit_tokens`.
         Latencies count from `arrival_time` (monotonic seconds), by default from now.
         """
         if self._runner is None:
@@ -172,10 +94,9 @@ class Engine:
         if request_id in self._answers:
             raise ValueError(f"there is a request {request_id!r} already: ids must be unique among running requests")
         self._check_tokens(token_ids, params)
-        max_tokens = fit_tokens(len(token_ids), self.info.max_context, params.max_tokens, params.overflow)
-        capacity = self.pool.num_blocks * self.pool.block_size
-        if params.max_tokens is None or params.overflow == "stop_at_limit":
-            max_tokens = max(1, min(max_tokens, capacity - len(token_ids) + 1))
+        max_tokens = self._fit(len(token_ids), params)
+        if params.min_tokens > max_tokens:
+            params = msgspec.structs.replace(params, min_tokens=max_tokens)
         request = Request(
             request_id,
             list(token_ids),
@@ -186,22 +107,39 @@ class Engine:
             owner=owner,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
         )
-        self.scheduler.check_fits(request.num_prompt_tokens, max_tokens)
         request.owner_slot, vacated = self.owners.enter(owner)
         if vacated is not None:
             self.pool.forget_owner(vacated)
         self.scheduler.add(request)
         self._answers[request_id] = Answer(request, self.tokenizer)
-        return AddedRequest(request.seed, max_tokens, request.num_prompt_tokens)
+        return AddedRequest(request.seed, max_tokens)
+
+    @property
+    def token_limit(self) -> int:
+        """The most tokens a prompt and its answer can have: what both the context and the KV cache hold."""
+        # The last token of an answer is never fed back and needs no place in the cache.
+        return min(self.info.max_context, self.pool.num_blocks * self.pool.block_size + 1)
+
+    def _fit(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """The most tokens the answer can have. Raises `ValueError` saying which of context and cache is too small."""
+        max_tokens = fit_tokens(num_prompt_tokens, self.info.max_context, params.max_tokens, params.overflow)
+        left = self.token_limit - num_prompt_tokens
+        needed = 1
+        if params.overflow == "refuse" and params.max_tokens is not None:
+            needed = answer_room(self.token_limit, params.max_tokens)
+        if left >= needed:
+            return min(max_tokens, left)
+        self.scheduler.check_fits(num_prompt_tokens, max_tokens)
+        return max_tokens
 
     def _check_tokens(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         if not token_ids:
             raise ValueError("the prompt is empty: at least one token is needed")
-        size = self.info.vocab_size
-        for name, ids in (
-            ("the prompt", token_ids),
-            ("logit_bias", params.logit_bias),
-            ("stop_token_ids", params.stop_token_ids),
+        # The weights of padding tokens can be looked up, so a prompt may hold them; answers never do.
+        for name, ids, size in (
+            ("the prompt", token_ids, self.info.vocab_size),
+            ("logit_bias", params.logit_bias, self._vocab_size),
+            ("stop_token_ids", params.stop_token_ids, self._vocab_size),
         ):
             for token_id in ids:
                 if not 0 <= token_id < size:
@@ -233,6 +171,7 @@ class Engine:
         if self._runner is not None and self.scheduler.has_work:
             start = time.monotonic()
             plan = self.scheduler.schedule()
+            entries = [_step_entry(entry) for entry in plan.scheduled]
             for entry in plan.scheduled:
                 if entry.request.scheduled_time is None:
                     self.metrics.scheduled(entry.request, start)
@@ -242,7 +181,6 @@ class Engine:
             except Exception as error:
                 traceback.print_exc()
                 self._fail(plan, f"The engine failed in this step: {type(error).__name__}: {error}")
-            entries = [_step_entry(entry) for entry in plan.scheduled]
             self.metrics.step_done(start, time.monotonic(), entries, len(plan.preempted))
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -345,16 +283,16 @@ class Engine:
         finally:
             self.pool.release(request.block_table)
 
-    def telemetry(self) -> EngineFigures:
-        """The figures since the last call; the first call carries the whole block map."""
+    def telemetry(self, breakdown: MemoryBreakdown) -> Telemetry:
+        """The figures since the last call, with the memory given; the first call carries the whole block map."""
         full, self._block_map_shown = not self._block_map_shown, True
-        return collect_figures(self.scheduler, self.metrics, self.owners, full)
+        return collect_telemetry(self.scheduler, self.metrics, self.owners, breakdown, full)
 
     def memory_parts(self) -> memory.WorkerParts:
         """What the engine itself holds on its device; nothing once it is closed."""
         if self._runner is None:
             return memory.WorkerParts()
-        return memory.WorkerParts(self.info.weight_bytes, self._runner.kv_bytes, self.workspace_bytes)
+        return memory.WorkerParts(self.info.weight_bytes, self._runner.kv_bytes, self._workspace_bytes)
 
     def check_integrity(self) -> None:
         """Asserts that no block is lost and none owned twice; to be called between steps."""
@@ -367,39 +305,11 @@ class Engine:
         for request_id in list(self._answers):
             self.cancel(request_id)
         self._runner = None
-        release_memory(self._device)
-
-
-def refuse_unavailable(config: EngineConfig) -> None:
-    """Raises `ValueError` naming an option this engine does not have, so that none is silently ignored."""
-    if config.backend == "transformers":
-        raise ValueError("backend='transformers' is not available yet: use 'auto' or 'native'")
-    if config.quantization is not None:
-        raise ValueError(
-            f"quantization={config.quantization!r} is not available yet: "
-            "leave it out, or choose a model file that is quantised already"
-        )
-    if config.kv_dtype == "int8":
-        raise ValueError("kv_dtype='int8' is not available yet: use auto, fp32, fp16 or bf16")
-    if config.speculation is not None or config.draft_model is not None:
-        raise ValueError("speculation and draft_model are not available yet: leave them out")
-    for name in ("max_num_seqs", "block_size", "max_batched_tokens", "num_kv_blocks", "max_context"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if config.max_batched_tokens is not None:
-        check_budget(config.max_batched_tokens, config.max_num_seqs)
-
-
-def model_name(asked_for: str, path: Path) -> str:
-    """What people call the model: the name it was asked for by, or that of its file or folder."""
-    if not Path(asked_for).expanduser().exists():
-        return asked_for
-    return path.stem if path.suffix == ".gguf" else path.resolve().name
+        release_memory()
 
 
 def _step_entry(entry: ScheduledRequest) -> StepEntry:
-    """A request's share of a step: computing its latest token is decoding, anything before is prefill."""
+    """A request's share of a step that is about to run: feeding back its latest token is decoding, all else prefill."""
     decodes = entry.samples and entry.num_new_tokens == 1 and entry.request.num_output_tokens > 0
     return StepEntry(
         entry.request.request_id,
@@ -407,12 +317,3 @@ def _step_entry(entry: ScheduledRequest) -> StepEntry:
         0 if decodes else entry.num_new_tokens,
         entry.num_new_tokens if decodes else 0,
     )
-
-
-def _kv_bytes_per_token(loaded: LoadedModel, dtype: torch.dtype) -> int:
-    config = loaded.config
-    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]

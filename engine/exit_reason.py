@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def explain_spawn_failure(error: OSError, python: str) -> ExitReason:
         )
     if isinstance(error, PermissionError):
         return ExitReason(f"The engine's Python may not be run: {python} ({error.strerror}).")
-    if isinstance(error, MemoryError) or error.errno == 12:
+    if error.errno == errno.ENOMEM:
         return ExitReason(f"There is not enough memory to start the engine. {SMALLER}.", True)
     return ExitReason(f"The engine could not be started: {error}.")
 

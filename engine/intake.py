@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.failures import describe_error
-from engine.parameters import SamplingParams
 from engine.protocol import CountTokens, Event, Finished, Generate, TokenCount
-from engine.text.prompt import build_prompt, encode_chat, fit_tokens
+from engine.text.prompt import build_prompt, encode_chat
 from engine.text.tokenizer import Tokenizer
 
 NO_MODEL = "No model is loaded: load one first."
@@ -20,29 +19,30 @@ NO_MODEL = "No model is loaded: load one first."
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A `Generate` whose prompt is tokens; `max_tokens` is cut to the context, `arrival_time` is monotonic."""
+    """A `Generate` whose prompt is tokens of the model of `epoch`, see `Intake`; `arrival_time` is monotonic."""
 
     command: Generate
+    epoch: int
     arrival_time: float
     token_ids: list[int]
-    max_tokens: int
-    dropped_messages: int
+    dropped_messages: int = 0
 
 
 @dataclass(frozen=True)
 class Text:
-    """What the intake needs of a loaded model."""
+    """What the intake needs of a loaded model. `token_limit` is the most a prompt and its answer can have."""
 
     tokenizer: Tokenizer
-    max_context: int
+    token_limit: int
 
 
 class Intake:
     """Prepares requests in order of arrival.
 
     Every command carries the epoch it was read in: the number of loads and unloads before it. It waits
-    until that many are done; if more are, its model is gone and it is cancelled. Nothing is done before
-    the first `set_model`.
+    until that many are done; if more are, its model is gone and it is cancelled. A model may also go while
+    a prompt is being prepared: the prepared request carries its epoch, and only the engine of the same
+    epoch may take it. Nothing is done before the first `set_model`.
 
     Invariant: a request's id is in `_pending` from `submit` until somebody takes it out with
     `claim`; who takes it out owes the client the `Finished`, or gives it to the engine.
@@ -87,9 +87,9 @@ class Intake:
             if isinstance(command, CountTokens):
                 self._put_event(_count(command, text))
             else:
-                self._prepare(command, arrival_time, text, replaced)
+                self._prepare(command, epoch, arrival_time, text, replaced)
 
-    def _prepare(self, command: Generate, arrival_time: float, text: Text | None, replaced: bool) -> None:
+    def _prepare(self, command: Generate, epoch: int, arrival_time: float, text: Text | None, replaced: bool) -> None:
         try:
             if replaced:
                 if self.claim(command.request_id):
@@ -97,7 +97,7 @@ class Intake:
                 return
             if text is None:
                 raise ValueError(NO_MODEL)
-            self._put_prepared(prepare(command, arrival_time, text))
+            self._put_prepared(prepare(command, epoch, arrival_time, text))
         except Exception as error:
             if not isinstance(error, ValueError):
                 traceback.print_exc()
@@ -107,20 +107,22 @@ class Intake:
                 )
 
 
-def prepare(command: Generate, arrival_time: float, text: Text) -> PreparedRequest:
-    """Raises `ValueError` with a message for people if no prompt can be made of the command."""
+def prepare(command: Generate, epoch: int, arrival_time: float, text: Text) -> PreparedRequest:
+    """Raises `ValueError` with a message for people if no prompt can be made of the command.
+
+    Whether the prompt fits is for `Engine.add_request` to say.
+    """
     given = [source for source in (command.messages, command.prompt, command.token_ids) if source is not None]
     if len(given) != 1:
         raise ValueError(f"exactly one of messages, prompt and token_ids must be given, not {len(given)}")
-    params: SamplingParams = command.params
     if command.messages is not None:
-        prompt = build_prompt(text.tokenizer, command.messages, text.max_context, params.max_tokens, params.overflow)
-        return PreparedRequest(command, arrival_time, prompt.token_ids, prompt.max_tokens, prompt.dropped_messages)
+        params = command.params
+        prompt = build_prompt(text.tokenizer, command.messages, text.token_limit, params.max_tokens, params.overflow)
+        return PreparedRequest(command, epoch, arrival_time, prompt.token_ids, prompt.dropped_messages)
     token_ids = text.tokenizer.encode(command.prompt) if command.prompt is not None else command.token_ids
     if not token_ids:
         raise ValueError("the prompt is empty")
-    max_tokens = fit_tokens(len(token_ids), text.max_context, params.max_tokens, params.overflow)
-    return PreparedRequest(command, arrival_time, token_ids, max_tokens, 0)
+    return PreparedRequest(command, epoch, arrival_time, token_ids)
 
 
 def _count(command: CountTokens, text: Text | None) -> TokenCount:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from engine.dtypes import DTYPES
 from engine.models.config import ModelConfig
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers, in either kind of cache."""
+    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 class KVCache:
@@ -26,14 +30,6 @@ class KVCache:
         self.dtype = dtype
         shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-
-    def keys(self, layer: int) -> torch.Tensor:
-        """View [num_blocks, block_size, num_kv_heads, head_dim]."""
-        return self.layers[layer][:, :, 0]
-
-    def values(self, layer: int) -> torch.Tensor:
-        """View [num_blocks, block_size, num_kv_heads, head_dim]."""
-        return self.layers[layer][:, :, 1]
 
     @property
     def nbytes(self) -> int:
@@ -73,12 +69,5 @@ def native_kv_dtype(name: str) -> torch.dtype:
 
 
 def kv_cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype `EngineConfig.kv_dtype` asks for; "auto" is the model's own.
-
-    Raises ValueError for int8, which needs scales beside the numbers and is not available yet.
-    """
-    if name == "auto":
-        return model_dtype
-    if name not in _DTYPES:
-        raise ValueError(f"kv_dtype={name!r} is not available yet; choose auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    """The dtype `EngineConfig.kv_dtype` asks for; "auto" is the model's own. Raises KeyError for a name of none."""
+    return model_dtype if name == "auto" else DTYPES[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ import msgspec
 import torch
 
 from engine.answer import RequestOutput
-from engine.engine import Engine
+from engine.engine import AddedRequest, Engine
 from engine.parameters import SamplingParams
 from engine.protocol import ChatMessage, EngineConfig, FinishReason, ModelInfo, RequestMetrics, TokenLogprob
 from engine.text.prompt import build_prompt
@@ -48,6 +49,31 @@ class Completion:
         self.stop_reason = output.stop_reason
         self.metrics = output.metrics
         self.error = output.error
+
+
+class AnswerStream(Iterator[RequestOutput]):
+    """One answer as it comes, see `LLM.stream`; the last output has a `finish_reason`."""
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self._llm = llm
+        self._request_id = request_id
+        self._is_over = False
+
+    def __next__(self) -> RequestOutput:
+        if self._is_over:
+            raise StopIteration
+        output = self._llm._next_output(self._request_id)
+        if output.finish_reason is not None:
+            self.close()
+        return output
+
+    def close(self) -> None:
+        """Cancels the request unless it is finished."""
+        self._is_over = True
+        self._llm._drop(self._request_id)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class LLM:
@@ -108,6 +134,8 @@ class LLM:
     def _use(self, engine: Engine) -> None:
         self.engine = engine
         self._ids = itertools.count()
+        # What came of each request that somebody here waits for and has not been read yet.
+        self._outputs: dict[str, deque[RequestOutput]] = {}
 
     @property
     def info(self) -> ModelInfo:
@@ -147,49 +175,58 @@ class LLM:
         batch = _as_conversations(conversations)
         own_params = _params_for(batch, params)
         token_ids: list[list[int]] = []
-        for index, (messages, own) in enumerate(zip(batch, own_params)):
+        for messages, own in zip(batch, own_params):
             prepared = build_prompt(
-                self.engine.tokenizer, messages, self.info.max_context, own.max_tokens, own.overflow
+                self.engine.tokenizer, messages, self.engine.token_limit, own.max_tokens, own.overflow
             )
             token_ids.append(prepared.token_ids)
-            own_params[index] = msgspec.structs.replace(
-                own, max_tokens=prepared.max_tokens, min_tokens=min(own.min_tokens, prepared.max_tokens)
-            )
         return self._run(token_ids, own_params)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yields the answer to one prompt as it comes. Closing the iterator cancels the request."""
-        request_id = self._new_id()
-        self.engine.add_request(request_id, self._encode(prompt), params or SamplingParams())
-        return self._outputs_of(request_id)
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AnswerStream:
+        """Iterates over the answer to one prompt as it comes.
 
-    def _outputs_of(self, request_id: str) -> Iterator[RequestOutput]:
-        try:
-            while True:
-                for output in self.engine.step():
-                    if output.request_id == request_id:
-                        yield output
-                        if output.finish_reason is not None:
-                            return
-        finally:
-            self.engine.cancel(request_id)
+        Several streams may be read in turn, with other calls between: all are computed in one batch.
+        Closing a stream, or letting go of it, cancels its request.
+        """
+        request_id = self._new_id()
+        self._add(request_id, self._encode(prompt), params or SamplingParams())
+        return AnswerStream(self, request_id)
 
     def _run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
         completions: dict[str, Completion] = {}
         try:
             for token_ids, own in zip(prompts, params, strict=True):
                 request_id = self._new_id()
-                added = self.engine.add_request(request_id, token_ids, own)
+                added = self._add(request_id, token_ids, own)
                 logprobs = None if own.logprobs is None else []
                 completions[request_id] = Completion(logprobs=logprobs, seed=added.seed)
-            while any(completion.finish_reason is None for completion in completions.values()):
-                for output in self.engine.step():
-                    if output.request_id in completions:
-                        completions[output.request_id].take(output)
+            for request_id, completion in completions.items():
+                while completion.finish_reason is None:
+                    completion.take(self._next_output(request_id))
         finally:
             for request_id in completions:
-                self.engine.cancel(request_id)
+                self._drop(request_id)
         return list(completions.values())
+
+    def _add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> AddedRequest:
+        added = self.engine.add_request(request_id, token_ids, params)
+        self._outputs[request_id] = deque()
+        return added
+
+    def _next_output(self, request_id: str) -> RequestOutput:
+        """Steps until there is something new of a request; what comes of the others waits for their readers."""
+        own = self._outputs[request_id]
+        while not own:
+            if not self.engine.has_work:
+                raise RuntimeError(f"the engine has lost {request_id}: was it stepped by somebody else?")
+            for output in self.engine.step():
+                if (waiting := self._outputs.get(output.request_id)) is not None:
+                    waiting.append(output)
+        return own.popleft()
+
+    def _drop(self, request_id: str) -> None:
+        if self._outputs.pop(request_id, None) is not None:
+            self.engine.cancel(request_id)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

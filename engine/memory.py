@@ -18,6 +18,7 @@ from kernels.cpu.library import library_path
 
 WeightFormat = Literal["stored", "fp32", "fp16", "bf16", "int8", "int4"]
 KVFormat = Literal["fp32", "fp16", "bf16", "int8"]
+MemoryKind = Literal["RAM", "VRAM"]
 
 # Bytes per weight; int4 carries one fp16 scale and zero point per group of 128.
 _WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
@@ -27,7 +28,15 @@ _INT8_SCALE_BYTES = 4
 
 # What a worker holds besides its tensors. RAM: interpreter, torch and transformers, measured at 280 MiB on the
 # starter model, rounded up. VRAM: driver context and libraries, a usual figure, not measured here.
-RUNTIME_BYTES = {"RAM": 320 << 20, "VRAM": 600 << 20}
+RUNTIME_BYTES: dict[MemoryKind, int] = {"RAM": 320 << 20, "VRAM": 600 << 20}
+
+MIN_POOL_TOKENS = 16384
+# Of what is free once the weights are there, for the KV cache. RAM is somebody's desktop; of VRAM, the rest is for
+# activations.
+KV_CACHE_SHARE: dict[MemoryKind, float] = {"RAM": 0.25, "VRAM": 0.85}
+# Tokens a step computes at most. A CPU needs about a millisecond for each even with a small model, and all
+# running answers wait for the step.
+BATCHED_TOKENS: dict[MemoryKind, int] = {"RAM": 128, "VRAM": 2048}
 
 
 @dataclass(frozen=True)
@@ -89,15 +98,32 @@ def workspace_bytes(shape: ModelShape, max_batched_tokens: int, max_num_seqs: in
     return 4 * (max_batched_tokens * per_token + 3 * max_num_seqs * shape.vocab_size)
 
 
+def planned_kv_tokens(max_context: int, max_num_seqs: int) -> int:
+    """Tokens the KV cache is made for where memory allows: one full context and several usual chats."""
+    return min(max_num_seqs * max_context, max(max_context, MIN_POOL_TOKENS))
+
+
+def affordable_kv_bytes(kind: MemoryKind, free: int) -> int:
+    """The most a KV cache may take of the `free` bytes there are once the weights are loaded."""
+    return int(KV_CACHE_SHARE[kind] * max(0, free))
+
+
+def default_batched_tokens(kind: MemoryKind, max_num_seqs: int) -> int:
+    """Tokens a step computes at most, where nothing else was asked for; every running answer has its place."""
+    return max(BATCHED_TOKENS[kind], max_num_seqs)
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What loading a model will take. `context` is the number of tokens the KV cache holds."""
+    """What loading a model will take where there is room. `context` is what one chat can hold, in tokens;
+    `kv_tokens` what the KV cache holds, for all chats together."""
 
     weights: int
     kv_cache: int
     workspace: int
     runtime: int
     context: int
+    kv_tokens: int
 
     @property
     def total(self) -> int:
@@ -106,22 +132,23 @@ class MemoryEstimate:
 
 def estimate(
     shape: ModelShape,
-    kind: Literal["RAM", "VRAM"],
+    kind: MemoryKind,
     *,
-    context: int | None = None,
+    max_context: int | None = None,
+    max_num_seqs: int = 8,
     weights_held_as: WeightFormat = "stored",
     kv_dtype: KVFormat = "fp16",
-    max_batched_tokens: int = 512,
-    max_num_seqs: int = 8,
 ) -> MemoryEstimate:
-    """Adds up what one loaded model takes on a device. `context` None is the model's full context, once."""
-    tokens = shape.max_context if context is None else context
+    """Adds up what one loaded model takes on a device. `max_context` None is the model's own."""
+    context = shape.max_context if max_context is None else max_context
+    kv_tokens = planned_kv_tokens(context, max_num_seqs)
     return MemoryEstimate(
         weights=weight_bytes(shape, weights_held_as),
-        kv_cache=tokens * kv_bytes_per_token(shape, kv_dtype),
-        workspace=workspace_bytes(shape, max_batched_tokens, max_num_seqs),
+        kv_cache=kv_tokens * kv_bytes_per_token(shape, kv_dtype),
+        workspace=workspace_bytes(shape, default_batched_tokens(kind, max_num_seqs), max_num_seqs),
         runtime=RUNTIME_BYTES[kind],
-        context=tokens,
+        context=context,
+        kv_tokens=kv_tokens,
     )
 
 
@@ -129,7 +156,7 @@ def estimate(
 class DeviceMemory:
     """The memory of one device. `free` is what can be had without pushing others out."""
 
-    kind: Literal["RAM", "VRAM"]
+    kind: MemoryKind
     name: str
     total: int
     free: int
@@ -144,7 +171,11 @@ class NoGPU:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether an estimate fits a budget. `largest_context` is the longest KV cache that would, in tokens; 0 is none."""
+    """Whether a model can be loaded with the context asked for.
+
+    `needed` is what it will take of the `available` bytes; `largest_context` the longest chat its KV cache could
+    hold, in tokens, 0 where the model does not fit at all.
+    """
 
     fits: bool
     needed: int
@@ -153,33 +184,59 @@ class Fit:
     message: str
 
 
-def fits(needed: MemoryEstimate, device: DeviceMemory, reserve: int = 0) -> Fit:
-    """Compares an estimate with what is free on a device, leaving `reserve` bytes alone."""
-    available = max(0, device.free - reserve)
-    without_cache = needed.total - needed.kv_cache
-    per_token = needed.kv_cache / needed.context if needed.context else 0.0
-    room = available - without_cache
-    largest = int(room / per_token) if room > 0 and per_token else 0
-    need, have = format_bytes(needed.total), f"{format_bytes(available)} {device.kind} free"
-    if needed.total <= available:
-        message = f"fits: needs {need} of {have}"
-    elif largest > 0:
-        message = f"fits with a context of {largest} tokens at most: {needed.context} need {need} of {have}"
+def fits(wanted: MemoryEstimate, device: DeviceMemory) -> Fit:
+    """Compares an estimate with what is free on a device.
+
+    As at load, the KV cache takes no more than its share of what the weights leave free: a smaller one still
+    fits as long as one chat's whole context has room in it.
+    """
+    available = device.free
+    without_cache = wanted.total - wanted.kv_cache
+    left = min(
+        affordable_kv_bytes(device.kind, available - wanted.weights - wanted.runtime), max(0, available - without_cache)
+    )
+    largest = left * wanted.kv_tokens // wanted.kv_cache if wanted.kv_cache else wanted.kv_tokens
+    cache = min(wanted.kv_cache, left)
+    needed = without_cache + (cache if largest > 0 else wanted.kv_cache)
+    free = f"{format_bytes(available)} {device.kind} free"
+    if without_cache <= available and largest >= wanted.context:
+        return Fit(True, needed, available, largest, f"fits: needs {format_bytes(needed)} of {free}")
+    if largest > 0:
+        message = (
+            f"fits with a context of {largest} tokens at most: of {free}, "
+            f"the KV cache may take {format_bytes(left)}, and {wanted.context} tokens need "
+            f"{format_bytes(wanted.kv_cache * wanted.context // wanted.kv_tokens)}"
+        )
     else:
-        message = f"does not fit: needs {need}, {have}"
-    return Fit(needed.total <= available, needed.total, available, largest, message)
+        message = f"does not fit: needs {format_bytes(needed)}, {free}"
+    return Fit(False, needed, available, largest, message)
 
 
-def format_bytes(size: int) -> str:
-    """A size for people, in powers of 1024: 512 B, 93.8 MiB, 1.25 GiB."""
-    if abs(size) < 1024:
-        return f"{size} B"
-    value = size / 1024
-    for unit in ("KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.{1 if abs(value) >= 10 else 2}f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"
+def fit_model(shape: ModelShape, device: DeviceMemory, *, max_context: int | None = None, max_num_seqs: int = 8) -> Fit:
+    """Whether a model fits a device, with weights and KV cache held as the engine will hold them there."""
+    weights, kv_cache = cpu_formats() if device.kind == "RAM" else ("stored", "fp16")
+    wanted = estimate(
+        shape,
+        device.kind,
+        max_context=max_context,
+        max_num_seqs=max_num_seqs,
+        weights_held_as=weights,
+        kv_dtype=kv_cache,
+    )
+    return fits(wanted, device)
+
+
+def format_bytes(size: float) -> str:
+    """A size for people, in powers of 1024 and with three figures: 512 B, 93.8 MiB, 1.25 GiB."""
+    value, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 999.5:
+            break
+        value, unit = value / 1024, larger
+    if unit == "B":
+        return f"{value:.0f} B"
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:,.{decimals}f} {unit}"
 
 
 # ---------------------------------------------------------------- measuring
@@ -225,7 +282,7 @@ def measure_ram(parts: WorkerParts, pid: int | None = None) -> MemoryBreakdown:
 
     Memory that is reserved but not touched yet (a fresh KV cache) counts as the worker's, not as free.
     """
-    return _break_down(ram(), parts, psutil.Process(pid).memory_info().rss)
+    return break_down(ram(), parts, psutil.Process(pid).memory_info().rss)
 
 
 def measure_vram(parts: WorkerParts, device: int | str = 0, pid: int | None = None) -> MemoryBreakdown | NoGPU:
@@ -239,10 +296,11 @@ def measure_vram(parts: WorkerParts, device: int | str = 0, pid: int | None = No
         return memory
     held = parts.weights + parts.kv_cache + parts.workspace
     reported = _gpu_process_bytes(device, os.getpid() if pid is None else pid)
-    return _break_down(memory, parts, max(held, reported))
+    return break_down(memory, parts, max(held, reported))
 
 
-def _break_down(device: DeviceMemory, parts: WorkerParts, resident: int) -> MemoryBreakdown:
+def break_down(device: DeviceMemory, parts: WorkerParts, resident: int) -> MemoryBreakdown:
+    """Splits a device's memory up, given what the worker holds there in all. The parts add up to the total exactly."""
     held = parts.weights + parts.kv_cache + parts.workspace
     runtime = max(0, resident - held)
     untouched = max(0, held - resident)

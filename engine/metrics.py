@@ -3,36 +3,51 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+import time
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
-from engine.protocol import Distribution, RequestMetrics, StepEntry, StepRecord
+from engine.owners import OwnerSlots
+from engine.protocol import Distribution, MemoryBreakdown, RequestMetrics, StepEntry, StepRecord, Telemetry
 from engine.request import Request
+from engine.scheduler import Scheduler
+from engine.telemetry import MAX_STEP_RECORDS, pack_block_update
 
 BUCKET_BOUNDS_MS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000, 60_000]
 WINDOW_S = 300.0
 MAX_SAMPLES = 4096
-MAX_STEP_RECORDS = 4096
 RATE_WINDOW_S = 1.0
 
 
 class LatencyWindow:
-    """The latencies of the last five minutes, at most `MAX_SAMPLES` of them, in milliseconds."""
+    """The latencies of the last five minutes, at most `MAX_SAMPLES` of them, in milliseconds.
+
+    They are kept in order of size, because the engine looks at their distribution many times a second.
+    """
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[tuple[float, float]] = deque()
+        self._ascending: list[float] = []
 
     def add(self, now: float, milliseconds: float) -> None:
+        if len(self._samples) == MAX_SAMPLES:
+            self._drop_oldest()
         self._samples.append((now, milliseconds))
+        insort(self._ascending, milliseconds)
+
+    def _drop_oldest(self) -> None:
+        _, milliseconds = self._samples.popleft()
+        del self._ascending[bisect_left(self._ascending, milliseconds)]
 
     def distribution(self, now: float) -> Distribution:
         """Percentiles by the nearest rank; bucket i counts values up to its bound, the last those beyond all."""
         while self._samples and self._samples[0][0] < now - WINDOW_S:
-            self._samples.popleft()
+            self._drop_oldest()
         if not self._samples:
             return Distribution(count=0)
-        values = sorted(value for _, value in self._samples)
+        values = self._ascending
         counts = [0] * (len(BUCKET_BOUNDS_MS) + 1)
         below = 0
         for index, bound in enumerate(BUCKET_BOUNDS_MS):
@@ -100,7 +115,7 @@ class Metrics:
         """The step records since the last call, the oldest dropped if there were too many."""
         count = min(self.num_steps - self._num_reported, len(self._records))
         self._num_reported = self.num_steps
-        return list(self._records)[len(self._records) - count :]
+        return list(islice(reversed(self._records), count))[::-1]
 
     def rates(self, now: float) -> tuple[float, float]:
         """Prefill and decode tokens per second over the last second."""
@@ -145,4 +160,38 @@ def request_metrics(request: Request) -> RequestMetrics:
         ttft_ms=None if first is None else (first - request.arrival_time) * 1e3,
         tpot_ms=(last - first) * 1e3 / gaps if first is not None and last is not None and gaps > 0 else None,
         preemptions=request.num_preemptions,
+    )
+
+
+def collect_telemetry(
+    scheduler: Scheduler, metrics: Metrics, owners: OwnerSlots, memory: MemoryBreakdown, full_map: bool
+) -> Telemetry:
+    """Takes changes and step records since the last call; with `full_map` the block map starts anew."""
+    now = time.monotonic()
+    pool = scheduler.pool
+    block_ids, states = pool.take_changes()
+    changes = dict(zip(block_ids, states))
+    if full_map:
+        changes = {block_id: state for block_id, state in enumerate(pool.all_states()) if state}
+    prefill_rate, decode_rate = metrics.rates(now)
+    return Telemetry(
+        timestamp=time.time(),
+        memory=memory,
+        blocks=pack_block_update(pool.num_blocks, full_map, changes),
+        owners=owners.owners,
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        prefill_tokens_per_s=prefill_rate,
+        decode_tokens_per_s=decode_rate,
+        ttft=metrics.ttft.distribution(now),
+        tpot=metrics.tpot.distribution(now),
+        queue=metrics.queue.distribution(now),
+        kv_blocks_used=pool.num_used,
+        kv_blocks_cached=pool.num_cached,
+        kv_blocks_total=pool.num_blocks,
+        prefix_hit_tokens=scheduler.prefix_hit_tokens,
+        prefix_query_tokens=scheduler.prefix_query_tokens,
+        preemptions=scheduler.num_preemptions,
+        steps=metrics.take_step_records(),
+        request_rates=metrics.request_rates(scheduler.running, now),
     )

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from typing import Any
 
-from engine.protocol import Delta, Event, Telemetry, encode
+import msgspec
+
+from engine.protocol import Delta, Event, Telemetry, encode, merge_deltas
 from engine.telemetry import merge_telemetry
 
 FLUSH_SECONDS = 0.010
@@ -17,13 +23,16 @@ class Outbox:
 
     Deltas of one request that wait together leave as one; they are flushed about every
     `FLUSH_SECONDS`, everything else at once. A client that does not read makes the outbox
-    grow by text only: telemetry that waits is merged, latest wins.
+    grow by text only: telemetry that waits is merged, latest wins. When sending fails for another reason than
+    a client that is gone, `on_failure` is called: by default the process ends, because a worker that nobody
+    hears would leave its client waiting for ever.
 
     Invariant: events of one request leave in the order they came.
     """
 
-    def __init__(self, send_bytes: Callable[[bytes], None]) -> None:
+    def __init__(self, send_bytes: Callable[[bytes], None], on_failure: Callable[[], None] | None = None) -> None:
         self._send_bytes = send_bytes
+        self._on_failure = on_failure or _end_process
         self._changed = threading.Condition()
         self._events: list[Event | list[Delta]] = []
         self._open_deltas: dict[str, list[Delta]] = {}
@@ -91,22 +100,41 @@ class Outbox:
                 return
             try:
                 for event in events:
-                    self._send_bytes(encode(merge_deltas(event) if isinstance(event, list) else event))
+                    self._send_bytes(_encode(merge_deltas(event) if isinstance(event, list) else event))
             except OSError:  # the client is gone; the reader thread ends the process
-                with self._changed:
-                    self._broken = True
-                    self._events.clear()
+                self._break_off()
+                return
+            except Exception:
+                traceback.print_exc()
+                self._break_off()
+                self._on_failure()
                 return
             last_flush = time.monotonic()
 
+    def _break_off(self) -> None:
+        with self._changed:
+            self._broken = True
+            self._events.clear()
 
-def merge_deltas(deltas: list[Delta]) -> Delta:
-    """Joins neighbouring deltas of one request."""
-    if len(deltas) == 1:
-        return deltas[0]
-    return Delta(
-        request_id=deltas[0].request_id,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        logprobs=[logprob for delta in deltas for logprob in delta.logprobs],
-    )
+
+def _end_process() -> None:
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _encode(event: Event) -> bytes:
+    try:
+        return encode(event)
+    except UnicodeEncodeError:  # a file name of bytes that are no UTF-8, in a message for people
+        return msgspec.msgpack.encode(_readable(msgspec.to_builtins(event, builtin_types=(bytes,))))
+
+
+def _readable(value: Any) -> Any:
+    """The same with question marks for halves of surrogate pairs."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_readable(key): _readable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_readable(item) for item in value]
+    return value

@@ -8,16 +8,6 @@ from engine import memory
 from engine.machine import why_no_cuda
 from engine.protocol import EngineConfig
 
-MIN_POOL_TOKENS = 16384
-RAM_SHARE = 0.25
-"""Of the available RAM, for the KV cache: the machine is somebody's desktop."""
-VRAM_SHARE = 0.85
-"""Of the free VRAM after the weights are there; the rest is for activations."""
-
-# Tokens a step computes at most. A CPU needs about a millisecond for each even with a small model, and all
-# running answers wait for the step.
-DEFAULT_BATCHED_TOKENS = {"cpu": 128, "cuda": 2048}
-
 
 def resolve_device(name: str) -> torch.device:
     """The device that `EngineConfig.device` asks for. Raises `ValueError` saying why it cannot be used."""
@@ -42,7 +32,7 @@ def resolve_device(name: str) -> torch.device:
 def max_batched_tokens(config: EngineConfig, device: torch.device) -> int:
     if config.max_batched_tokens is not None:
         return config.max_batched_tokens
-    return max(DEFAULT_BATCHED_TOKENS[device.type], config.max_num_seqs)
+    return memory.default_batched_tokens(_kind(device), config.max_num_seqs)
 
 
 def choose_num_blocks(config: EngineConfig, max_context: int, bytes_per_token: int, device: torch.device) -> int:
@@ -52,7 +42,7 @@ def choose_num_blocks(config: EngineConfig, max_context: int, bytes_per_token: i
     """
     free = _free_bytes(device)
     block_bytes = bytes_per_token * config.block_size
-    kind = "RAM" if device.type == "cpu" else "VRAM"
+    kind = _kind(device)
     if config.num_kv_blocks is not None:
         size = config.num_kv_blocks * block_bytes
         if size > free:
@@ -61,15 +51,18 @@ def choose_num_blocks(config: EngineConfig, max_context: int, bytes_per_token: i
                 f"but {memory.format_bytes(free)} {kind} are free: use at most {free // block_bytes}"
             )
         return config.num_kv_blocks
-    tokens = min(config.max_num_seqs * max_context, max(max_context, MIN_POOL_TOKENS))
-    share = RAM_SHARE if device.type == "cpu" else VRAM_SHARE
-    affordable = int(share * free) // block_bytes
+    tokens = memory.planned_kv_tokens(max_context, config.max_num_seqs)
+    affordable = memory.affordable_kv_bytes(kind, free) // block_bytes
     if affordable < 1:
         raise ValueError(
             f"no room for a KV cache: a block takes {memory.format_bytes(block_bytes)}, "
             f"and {memory.format_bytes(free)} {kind} are free. Close other programs or choose a smaller model."
         )
     return min(-(-tokens // config.block_size), affordable)
+
+
+def _kind(device: torch.device) -> memory.MemoryKind:
+    return "RAM" if device.type == "cpu" else "VRAM"
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -8,6 +8,7 @@ unless a name ends in `_ms`; sizes are bytes; `timestamp` fields are `time.time(
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -196,6 +197,18 @@ class Delta(Event, frozen=True):
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob] = []
+
+
+def merge_deltas(deltas: Sequence[Delta]) -> Delta:
+    """Joins neighbouring deltas of one request, at least one, in their order."""
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        request_id=deltas[0].request_id,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+        logprobs=[logprob for delta in deltas for logprob in delta.logprobs],
+    )
 
 
 class RequestMetrics(Struct, frozen=True):

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from engine import memory, pipe
 from engine.failures import describe_error, explain_load_failure, is_fatal
 from engine.intake import Intake, PreparedRequest, Text
@@ -56,7 +54,7 @@ IDLE_TELEMETRY_SECONDS = 0.5
 MEMORY_SECONDS = 0.25
 PROGRESS_SECONDS = 0.05
 # A client that asked for the end gets its last events within this time.
-FLUSH_SECONDS = 2.0
+SHUTDOWN_FLUSH_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,7 @@ class Worker:
         self._started = False
         self._shutdown = threading.Event()
         self._engine: Engine | None = None
+        self._engine_epoch = 0
         self._active: dict[str, None] = {}
         self._next_telemetry = 0.0
         self._next_memory = 0.0
@@ -99,7 +98,7 @@ class Worker:
                 self._step(self._engine)
             self._send_telemetry()
         self._unload()
-        self._outbox.close(FLUSH_SECONDS)
+        self._outbox.close(SHUTDOWN_FLUSH_SECONDS)
 
     # ------------------------------------------------------------ reader thread
 
@@ -170,13 +169,14 @@ class Worker:
 
     def _load(self, epoch: int, command: LoadModel) -> None:
         from engine.engine import Engine
-        from engine.models import LoadCancelled
+        from engine.models import LoadCancelled, release_memory
 
         def superseded() -> bool:
             return self._shutdown.is_set() or self._epoch_read > epoch
 
         config = command.config
         self._outbox.put(LoadProgress(stage="Starting to load", done_bytes=0, total_bytes=0))
+        engine, message = None, ""
         try:
             engine = Engine.load(config, _Progress(self._outbox), superseded)
         except Exception as error:
@@ -186,11 +186,13 @@ class Worker:
                 message = explain_load_failure(error)
                 if not isinstance(error, (ValueError, LookupError, OSError, MemoryError)):
                     traceback.print_exc()
+        if engine is None:
+            release_memory()  # only now that the error is gone, whose traceback held what was loaded
             self._intake.set_model(epoch, None)
             self._outbox.put(LoadFailed(model=config.model, message=message))
             return
-        self._engine = engine
-        self._intake.set_model(epoch, Text(engine.tokenizer, engine.info.max_context))
+        self._engine, self._engine_epoch = engine, epoch
+        self._intake.set_model(epoch, Text(engine.tokenizer, engine.token_limit))
         # What a model is made of lives as long as the model: the collector need not look at it again.
         gc.collect()
         gc.freeze()
@@ -213,13 +215,12 @@ class Worker:
         request_id = command.request_id
         if not self._intake.claim(request_id):
             return  # cancelled meanwhile, and told so
-        if self._engine is None:
+        if self._engine is None or prepared.epoch != self._engine_epoch:  # prepared for a model that is gone
             self._outbox.put(Finished(request_id=request_id, finish_reason="cancelled"))
             return
         try:
-            params = msgspec.structs.replace(command.params, max_tokens=prepared.max_tokens)
             added = self._engine.add_request(
-                request_id, prepared.token_ids, params, command.owner, prepared.arrival_time
+                request_id, prepared.token_ids, command.params, command.owner, prepared.arrival_time
             )
         except Exception as error:
             if not isinstance(error, ValueError):
@@ -263,7 +264,7 @@ class Worker:
                 )
             )
         if output.error is not None and is_fatal(output.error):
-            self._outbox.close(FLUSH_SECONDS)
+            self._outbox.close(SHUTDOWN_FLUSH_SECONDS)
             raise RuntimeError(output.error)
 
     def _send_telemetry(self) -> None:
@@ -274,7 +275,7 @@ class Worker:
         if now >= self._next_memory:
             self._next_memory = now + MEMORY_SECONDS
             self._memory = measure_memory(engine.memory_parts(), engine.info.device)
-        self._outbox.put(engine.telemetry().to_telemetry(self._memory))
+        self._outbox.put(engine.telemetry(self._memory))
 
 
 def measure_memory(parts: memory.WorkerParts, device: str) -> MemoryBreakdown:
@@ -282,9 +283,17 @@ def measure_memory(parts: memory.WorkerParts, device: str) -> MemoryBreakdown:
     if device.startswith("cuda"):
         index = int(device.partition(":")[2] or 0)
         measured = memory.measure_vram(parts, index)
-        if isinstance(measured, MemoryBreakdown):
-            return measured
+        return measured if isinstance(measured, MemoryBreakdown) else _measure_vram_by_torch(parts, device)
     return memory.measure_ram(parts)
+
+
+def _measure_vram_by_torch(parts: memory.WorkerParts, device: str) -> MemoryBreakdown:
+    """For a GPU that NVML cannot read. What the worker holds beyond torch's tensors counts as other."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    gpu = memory.DeviceMemory("VRAM", torch.cuda.get_device_name(device), total, free)
+    return memory.break_down(gpu, parts, torch.cuda.memory_reserved(device))
 
 
 class _Progress:

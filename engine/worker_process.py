@@ -220,12 +220,23 @@ class WorkerProcess:
     def _read_stderr(self, stream: IO[bytes]) -> None:
         log = self._open_log()
         with stream:
+            # Read to the end whatever becomes of the log: a worker that cannot write its errors dies of the first.
             while line := stream.readline(8192):
                 self._stderr.append(line.decode("utf-8", "replace"))
-                if log is not None:
-                    log.write(line)
+                if log is not None and not self._write_log(log, line):
+                    log = None
         if log is not None:
             log.close()
+
+    def _write_log(self, log: BinaryIO, line: bytes) -> bool:
+        """Writes a line; closes the log and returns False if the disk does not take it."""
+        try:
+            log.write(line)
+            return True
+        except OSError as error:
+            self._stderr.append(f"(the log file ends here: {error})\n")
+            log.close()
+            return False
 
     def _open_log(self) -> BinaryIO | None:
         """Opens the log to append; one that has grown large is put aside, replacing the one before it."""

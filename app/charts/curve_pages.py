@@ -8,10 +8,10 @@ from PySide6.QtWidgets import QWidget
 from app.charts.figures import Figure
 from app.charts.live_plot import LivePlot, Series
 from app.charts.page import ChartPage
-from app.charts.units import format_ms, format_rate, plural, three_figures
 from app.state import telemetry as columns
 from app.state.telemetry import TelemetryState
 from app.theme import Theme
+from app.units import format_ms, format_rate, plural, three_figures
 from engine.protocol import Distribution
 
 P50_COLOUR, P95_COLOUR, LAST_COLOUR = "accent", "warning", "text_faint"

@@ -114,10 +114,10 @@ class DashboardPanel(QWidget):
         self._timer = QTimer(self)
         self._timer.setInterval(TICK_MS)
         self._timer.timeout.connect(self._tick)
-        state.phase_changed.connect(self._show_phase)
-        state.updated.connect(self._show_phase)
+        state.engine.changed.connect(self._show_status)
+        state.updated.connect(self._show_status)
         theme.changed.connect(self.set_theme)
-        self._show_phase()
+        self._show_status()
 
     @property
     def num_columns(self) -> int:
@@ -192,22 +192,23 @@ class DashboardPanel(QWidget):
             return []
         return [deck.current for deck in self.decks if deck.current is not None]
 
-    def _show_phase(self) -> None:
+    def _show_status(self) -> None:
         state = self._state
-        charts = state.phase == "ready" and state.latest is not None
+        charts = state.engine.is_ready and state.latest is not None
         if charts == (self._stack.currentWidget() is self._charts) and charts:
             return
         if charts:
             self._stack.setCurrentWidget(self._charts)
             self.refresh()
         else:
-            self._words.set_words(*self._phase_words())
+            self._words.set_words(*self._status_words())
             self._stack.setCurrentWidget(self._words)
         self.update()
 
-    def _phase_words(self) -> tuple[str, str]:
-        progress = self._state.progress
-        match self._state.phase:
+    def _status_words(self) -> tuple[str, str]:
+        engine = self._state.engine
+        progress = engine.progress
+        match engine.status:
             case "starting":
                 return "Starting the engine", "Its memory, KV cache and speed appear here."
             case "loading" if progress is not None and progress.total_bytes > 0:

@@ -23,9 +23,9 @@ from app.charts import block_image
 from app.charts.block_image import BlockLayout, lay_out, paint_blocks
 from app.charts.figures import Figure, sized_font
 from app.charts.page import ChartPage, SessionTitles
-from app.charts.units import format_percent, plural
 from app.state.telemetry import TelemetryState
 from app.theme import Theme
+from app.units import format_percent, plural
 from engine.protocol import BLOCK_ACTIVE, BLOCK_CACHED, BLOCK_FREE, BLOCK_SHARED, pack_block_state, unpack_block_state
 
 KIND_NAMES = {BLOCK_FREE: "free", BLOCK_ACTIVE: "active", BLOCK_SHARED: "shared", BLOCK_CACHED: "cached"}

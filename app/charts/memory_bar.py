@@ -11,9 +11,10 @@ from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
 from app.charts.figures import Figure, sized_font
 from app.charts.page import ChartPage
-from app.charts.units import format_bytes, format_percent
 from app.state.telemetry import TelemetryState
 from app.theme import Theme
+from app.units import format_percent
+from engine.memory import format_bytes
 from engine.protocol import MemoryBreakdown
 
 BAR_HEIGHT = 14
@@ -182,6 +183,7 @@ class MemoryPage(ChartPage):
         used = format_bytes(memory.total - memory.free)
         total = format_bytes(memory.total)
         self.figure_row.set_figures(Figure(used, f"of {total} {memory.kind}"))
-        self.set_note(self.state.worker.device_name if self.state.worker is not None else "")
+        worker = self.state.engine.worker
+        self.set_note(worker.device_name if worker is not None else "")
         listed = ", ".join(f"{part.name.lower()} {format_bytes(part.size)}" for part in parts_of(memory))
         self.describe(f"{memory.kind}: {used} used of {total}. {listed}.")

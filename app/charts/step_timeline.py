@@ -16,9 +16,9 @@ from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 from app.charts.axes import CalmRange, paint_ends, paint_value_axis
 from app.charts.figures import Figure, sized_font
 from app.charts.page import ChartPage, SessionTitles
-from app.charts.units import format_ms, plural, three_figures
 from app.state.telemetry import TelemetryState
 from app.theme import Theme, mix
+from app.units import format_ms, plural, three_figures
 from engine.protocol import NUM_OWNER_SLOTS, StepRecord
 
 BAR_WIDTH = 4

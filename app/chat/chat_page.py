@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QRect, Qt, QTimer
-from PySide6.QtGui import QKeyEvent, QKeySequence, QResizeEvent, QShortcut, QShowEvent
+from PySide6.QtCore import QRect, Qt
+from PySide6.QtGui import QKeyEvent, QKeySequence, QResizeEvent, QShortcut
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QSizePolicy, QVBoxLayout, QWidget
-from shiboken6 import isValid
 
 from app.chat.composer import Composer
 from app.chat.find_bar import FindBar, find_messages
@@ -13,19 +12,19 @@ from app.chat.message_footer import ActionButton
 from app.chat.message_view import MAX_COLUMN, MIN_SIDE, MessageListView
 from app.chat.style import chat_style_sheet
 from app.chat.welcome import Welcome
+from app.state.context_usage import ContextUsage
 from app.state.engine_state import EngineState
 from app.state.session import ChatSession
 from app.theme import Theme, ThemeManager
 
 COMPOSER_OVERHANG = 8  # the composer is a little wider than the text column
-COUNT_DELAY_MS = 300
 _FIND_WIDTH = 340
 
 
 class ChatPage(QWidget):
     """Shows one session and passes on what is done to it.
 
-    With an `engine` it also says why nothing can be sent and counts the context's tokens.
+    With an `engine` it also says why nothing can be sent, with a `usage` how much of the context is taken.
     """
 
     def __init__(
@@ -33,12 +32,14 @@ class ChatPage(QWidget):
         session: ChatSession,
         themes: ThemeManager,
         engine: EngineState | None = None,
+        usage: ContextUsage | None = None,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
         self.session = session
         self._engine = engine
-        self._num_counts = 0
+        self._usage = usage
+        self._wanted_message: int | None = None
         self.setObjectName("chatPage")
         self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
         self.setStyleSheet(chat_style_sheet(themes.theme))
@@ -62,16 +63,13 @@ class ChatPage(QWidget):
         layout.addWidget(self.message_list, 1)
         layout.addWidget(self.welcome, 1)
         layout.addWidget(self._bottom)
-        self._count_timer = QTimer(self)
-        self._count_timer.setSingleShot(True)
-        self._count_timer.setInterval(COUNT_DELAY_MS)
-        self._count_timer.timeout.connect(self._count_tokens)
         self._connect(themes)
         self.set_theme(themes.theme)
         self.composer.set_text(session.draft)
         self._on_generating_changed(session.is_generating)
         self._show_welcome_or_messages()
         self._on_engine_changed()
+        self._show_usage()
         self.setFocusProxy(self.composer.text_edit)
 
     def _connect(self, themes: ThemeManager) -> None:
@@ -88,11 +86,12 @@ class ChatPage(QWidget):
         session.path_changed.connect(self._on_path_changed)
         session.message_appended.connect(self._show_welcome_or_messages)
         session.generating_changed.connect(self._on_generating_changed)
-        session.settings_changed.connect(self._schedule_count)
         session.error_occurred.connect(self._on_error)
         themes.changed.connect(self.set_theme)
         if self._engine is not None:
             self._engine.changed.connect(self._on_engine_changed)
+        if self._usage is not None:
+            self._usage.changed.connect(self._show_usage)
         find = QShortcut(QKeySequence(QKeySequence.StandardKey.Find), self, self.open_find)
         find.setContext(Qt.ShortcutContext.WidgetWithChildrenShortcut)
 
@@ -111,8 +110,16 @@ class ChatPage(QWidget):
         self.composer.text_edit.setFocus(Qt.FocusReason.OtherFocusReason)
 
     def show_message(self, message_id: int) -> bool:
-        """Scrolls to a message, on another branch if need be; returns False if there is none."""
-        return self.session.show_message(message_id) and self.message_list.scroll_to_message(message_id)
+        """Scrolls to a message, on another branch if need be; returns False if there is none.
+
+        In a chat that is still being opened it does so as soon as the messages are there.
+        """
+        if not self.session.show_message(message_id):
+            return False
+        if not self.session.is_loaded:
+            self._wanted_message = message_id
+            return True
+        return self.message_list.scroll_to_message(message_id)
 
     def open_find(self) -> None:
         """Opens the find bar, or goes back to its field."""
@@ -141,7 +148,8 @@ class ChatPage(QWidget):
 
     def _on_text_changed(self, text: str) -> None:
         self.session.set_draft(text)
-        self._schedule_count()
+        if self._usage is not None and self._usage.session is self.session:
+            self._usage.schedule()
 
     def _on_error(self, message: str) -> None:
         # What ended an answer stands under that answer.
@@ -153,14 +161,14 @@ class ChatPage(QWidget):
         self.composer.set_generating(generating)
         if generating:
             self.notice.hide()
-        else:
-            self._schedule_count()
 
     def _on_path_changed(self) -> None:
         self._show_welcome_or_messages()
         if self.session.draft != self.composer.text and not self.composer.text:
             self.composer.set_text(self.session.draft)
-        self._schedule_count()
+        # The branch of a wanted message may only come into view after the messages themselves.
+        if self._wanted_message is not None and self.message_list.scroll_to_message(self._wanted_message):
+            self._wanted_message = None
         if self.find_bar.isVisible():
             self._find(self.find_bar.field.text())
 
@@ -177,24 +185,14 @@ class ChatPage(QWidget):
         self.composer.set_unready(self._engine.unready_reason)
         model = self._engine.model
         self.welcome.set_model_name(model.name if model is not None else "")
-        self._schedule_count()
 
-    def _schedule_count(self) -> None:
-        if self._engine is not None and self.isVisible():
-            self._count_timer.start()
-
-    def _count_tokens(self) -> None:
-        engine = self._engine
-        if engine is None or engine.model is None or self.session.is_generating:
+    def _show_usage(self) -> None:
+        usage = self._usage
+        if usage is None or usage.session is not self.session:
             return
-        self._num_counts += 1
-        number, limit = self._num_counts, engine.model.max_context
-
-        def show(count: int | None, error: str | None) -> None:
-            if isValid(self) and number == self._num_counts:  # the tab may be closed by now
-                self.composer.set_context_usage(count, limit)
-
-        engine.count_tokens(self.session.messages_for_model(self.composer.text), show)
+        is_counting = usage.used is None and usage.limit is not None and not usage.error
+        if not is_counting:  # until then the last figure stays
+            self.composer.set_context_usage(usage.used, usage.limit)
 
     # ---------------------------------------------------------------- find
 
@@ -215,10 +213,6 @@ class ChatPage(QWidget):
             self.message_list.scroll_to_message(self._found[self._found_index])
 
     # ---------------------------------------------------------------- layout
-
-    def showEvent(self, event: QShowEvent) -> None:
-        super().showEvent(event)
-        self._schedule_count()
 
     def resizeEvent(self, event: QResizeEvent) -> None:
         side = max(MIN_SIDE, (self.width() - MAX_COLUMN) // 2) - COMPOSER_OVERHANG

@@ -8,12 +8,14 @@ from PySide6.QtCore import QRectF, Qt, QTimer
 from PySide6.QtGui import (
     QColor,
     QFocusEvent,
+    QFont,
     QFontMetricsF,
     QGuiApplication,
     QPainter,
     QPaintEvent,
     QPen,
     QTextCursor,
+    QTextLayout,
     QWheelEvent,
 )
 from PySide6.QtWidgets import QFrame, QLabel, QPlainTextEdit, QPushButton, QWidget
@@ -171,6 +173,7 @@ class CodeView(QWidget):
         """Adds up line heights. Only lines with fallback fonts need a layout; the rest are all alike."""
         assert self._style is not None and self._block is not None
         metrics = QFontMetricsF(self._style.mono)
+        line_height = _line_height(self._style.mono)
         from_line = max(0, from_line)
         if from_line == 0:
             self._heights = []
@@ -182,7 +185,7 @@ class CodeView(QWidget):
         while block.isValid():
             text = block.text()
             if text.isascii():
-                self._heights.append(metrics.lineSpacing())
+                self._heights.append(line_height)
                 columns = len(text.expandtabs(8)) if "\t" in text else len(text)
                 self._text_width = max(self._text_width, columns * advance)
             else:
@@ -243,3 +246,14 @@ class CodeView(QWidget):
         painter.setBrush(QColor(theme.code_background))
         painter.drawRoundedRect(QRectF(self.rect()).adjusted(0.5, 0.5, -0.5, -0.5), RADIUS_M, RADIUS_M)
         painter.fillRect(1, HEADER - 1, self.width() - 2, 1, QColor(mix(theme.code_border, theme.code_background, 0.3)))
+
+
+def _line_height(font: QFont) -> float:
+    """What a text document gives a line of `font`: whole pixels, where the font's own metrics need not be."""
+    layout = QTextLayout("0", font)
+    layout.beginLayout()
+    line = layout.createLine()
+    line.setLeadingIncluded(True)
+    line.setLineWidth(1e6)
+    layout.endLayout()
+    return line.height()

@@ -74,6 +74,7 @@ class Composer(QWidget):
         self.text_edit.submitted.connect(self._submit)
         self.text_edit.escaped.connect(self._escape)
         self.text_edit.height_changed.connect(self._fit)
+        self.text_edit.focus_changed.connect(self.update)
         self.text_edit.textChanged.connect(self._on_text_changed)
         self.text_edit.page_requested.connect(self.page_requested)
         self.send_button.clicked.connect(self._on_button)

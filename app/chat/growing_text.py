@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from PySide6.QtCore import QMimeData, Qt, Signal
-from PySide6.QtGui import QFontMetricsF, QInputMethodEvent, QKeyEvent, QResizeEvent
+from PySide6.QtCore import QEvent, QMimeData, Qt, Signal
+from PySide6.QtGui import QFocusEvent, QFontMetricsF, QInputMethodEvent, QKeyEvent, QKeySequence, QResizeEvent
 from PySide6.QtWidgets import QFrame, QPlainTextEdit, QWidget
 
 MAX_PASTE = 2_000_000  # characters
@@ -21,6 +21,7 @@ class GrowingTextEdit(QPlainTextEdit):
     submitted = Signal()
     escaped = Signal()
     height_changed = Signal()
+    focus_changed = Signal()
 
     def __init__(self, max_lines: int, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -36,15 +37,30 @@ class GrowingTextEdit(QPlainTextEdit):
         self.document().documentLayout().documentSizeChanged.connect(self._fit)
 
     @property
-    def is_composing(self) -> bool:
-        """Whether an input method holds text that is not committed yet."""
-        return self._composing
-
-    @property
     def wanted_height(self) -> int:
         if not self._wanted_height:
             self._fit()
         return self._wanted_height
+
+    def event(self, event: QEvent) -> bool:
+        # With nothing to redo, the keys belong to the window.
+        if (
+            isinstance(event, QKeyEvent)
+            and event.type() == QEvent.Type.ShortcutOverride
+            and event.matches(QKeySequence.StandardKey.Redo)
+            and not self.document().isRedoAvailable()
+        ):
+            event.ignore()
+            return False
+        return super().event(event)
+
+    def focusInEvent(self, event: QFocusEvent) -> None:
+        super().focusInEvent(event)
+        self.focus_changed.emit()
+
+    def focusOutEvent(self, event: QFocusEvent) -> None:
+        super().focusOutEvent(event)
+        self.focus_changed.emit()
 
     def keyPressEvent(self, event: QKeyEvent) -> None:
         key, modifiers = event.key(), event.modifiers()

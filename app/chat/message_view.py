@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from PySide6.QtCore import QPoint, QRect, QSize, Qt, QTimer, Signal
+from PySide6.QtCore import QPoint, QRect, QSize, Qt, QTimer
 from PySide6.QtGui import QKeyEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QAbstractScrollArea, QFrame, QPushButton, QWidget
 
@@ -37,8 +37,6 @@ class MessageListView(QAbstractScrollArea):
     under the reader's eye stays where it is; at the very bottom it stays at the bottom.
     Nothing is laid out while the view is hidden.
     """
-
-    at_bottom_changed = Signal(bool)
 
     def __init__(self, session: ChatSession, theme: Theme, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -117,18 +115,22 @@ class MessageListView(QAbstractScrollArea):
             for index, message_id in enumerate(self._ids)
             if self._heights.is_measured(index)
         }
-        self._ids = ids
-        self._index = {message_id: index for index, message_id in enumerate(ids)}
+        index_of = {message_id: index for index, message_id in enumerate(ids)}
+        gone = [bound for bound in self._bound if bound not in index_of]
+        had_focus = self._take_focus(gone)
+        self._ids, self._index = ids, index_of
         self._heights.reset((message.text for message in messages), self._column_width())
         for message_id, height in known.items():
             if (index := self._index.get(message_id)) is not None:
                 self._heights.set(index, height)
-        for message_id in [bound for bound in self._bound if bound not in self._index]:
+        for message_id in gone:
             self._release(message_id)
         self._stale.update(self._bound)
         if not known or (messages and messages[-1].is_streaming):
             self._set_follows(True)
         self._sync(anchor)
+        if had_focus is not None:
+            self._give_focus(*had_focus)
 
     def _on_appended(self, message_id: int) -> None:
         message = self._session.message(message_id)
@@ -201,9 +203,7 @@ class MessageListView(QAbstractScrollArea):
             super().keyPressEvent(event)
 
     def _set_follows(self, follows: bool) -> None:
-        if follows != self._follows:
-            self._follows = follows
-            self.at_bottom_changed.emit(follows)
+        self._follows = follows
         self._place_jump_button()
 
     def _max_value(self) -> int:
@@ -312,12 +312,17 @@ class MessageListView(QAbstractScrollArea):
 
     def _make_widget(self) -> MessageWidget:
         widget = MessageWidget(self.viewport())
-        widget.edit_submitted.connect(self._session.edit_and_resend)
+        widget.edit_submitted.connect(self._resend)
         widget.regenerate_requested.connect(self._session.regenerate)
         widget.delete_requested.connect(self._session.delete_message_branch)
         widget.sibling_requested.connect(self._session.switch_sibling)
         widget.height_changed.connect(self._on_height_changed)
         return widget
+
+    def _resend(self, message_id: int, text: str) -> None:
+        """Asks an edited question; one that is refused stays in its editor, and the session says why."""
+        if self._session.edit_and_resend(message_id, text) and (widget := self._bound.get(message_id)) is not None:
+            widget.end_edit()
 
     def _on_height_changed(self, message_id: int) -> None:
         widget, index = self._bound.get(message_id), self._index.get(message_id)
@@ -406,6 +411,27 @@ class MessageListView(QAbstractScrollArea):
         else:
             return super().focusNextPrevChild(forward)
         return True
+
+    def _take_focus(self, message_ids: Sequence[int]) -> tuple[int, str] | None:
+        """Takes the focus from these messages; returns the place of the one that had it and its control's name.
+
+        Qt would otherwise look for another control the moment one is hidden, with the list half changed.
+        """
+        focus = self.focusWidget()
+        if focus is None or not focus.hasFocus():
+            return None
+        for message_id in message_ids:
+            if self._bound[message_id].isAncestorOf(focus):
+                self.setFocus(Qt.FocusReason.OtherFocusReason)
+                return self._index[message_id], focus.accessibleName()
+        return None
+
+    def _give_focus(self, index: int, name: str) -> None:
+        """Gives the focus to the control of that name in the message at a place, or to what follows the list."""
+        widget = self._bound.get(self._ids[index]) if index < len(self._ids) else None
+        stops = widget.focus_stops() if widget is not None else []
+        target = next((stop for stop in stops if stop.accessibleName() == name), self._after or self)
+        target.setFocus(Qt.FocusReason.OtherFocusReason)
 
     def _is_in_view(self, widget: QWidget) -> bool:
         top = widget.mapTo(self.viewport(), QPoint(0, 0)).y()

@@ -30,6 +30,7 @@ class MessageWidget(QWidget):
     """Shows one message and is reused for others. `layout_for` gives its height at a width."""
 
     edit_submitted = Signal(int, str)
+    """An edited question was sent. The editor stays until `end_edit`, so that one that is refused is not lost."""
     regenerate_requested = Signal(int)
     delete_requested = Signal(int)
     sibling_requested = Signal(int, int)
@@ -228,7 +229,4 @@ class MessageWidget(QWidget):
         self.height_changed.emit(self.message_id)
 
     def _submit_edit(self, text: str) -> None:
-        message_id = self.message_id
-        self.end_edit()
-        self.height_changed.emit(message_id)
-        self.edit_submitted.emit(message_id, text)
+        self.edit_submitted.emit(self.message_id, text)

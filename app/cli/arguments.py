@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from engine.parameters import PARAMETER_RANGES, ParameterRange, SamplingParams
+from engine.protocol import PARAMETER_RANGES, ParameterRange, SamplingParams
 
 EXAMPLE_QUESTION = "What is the capital of France?"
 

@@ -15,8 +15,7 @@ from app.cli.engine_session import EngineSession, open_session
 from app.cli.failure import CommandError, reports_failures
 from app.cli.options import check_text, engine_config, sampling_params
 from app.cli.output import AnswerPrinter
-from engine.parameters import SamplingParams
-from engine.protocol import ChatMessage
+from engine.protocol import ChatMessage, SamplingParams
 
 # A pipe that says nothing for this long once the model is ready is taken for one that never will.
 FIRST_QUESTION_SECONDS = 5.0

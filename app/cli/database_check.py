@@ -9,19 +9,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
-import platformdirs
-
+from app.paths import database_path
 from engine.memory import format_bytes
 
 Status = Literal["ok", "note", "broken"]
 _LOW_DISK_BYTES = 200 << 20
-
-
-def database_path() -> Path:
-    """Where the window keeps the chats."""
-    override = os.environ.get("KVASIR_DATA")
-    folder = Path(override) if override else Path(platformdirs.user_data_dir("kvasir", appauthor=False))
-    return folder / "kvasir.db"
 
 
 def check_database(path: Path | None = None) -> tuple[Status, str, str]:
@@ -45,22 +37,24 @@ def check_database(path: Path | None = None) -> tuple[Status, str, str]:
 
 
 def _check_file(path: Path) -> tuple[Status, str, str]:
-    from app.store.migrations import known_migrations, migrations
+    from sqlite_utils import Database
+
+    from app.store import StoreError
+    from app.store.migrations import known_migrations
+    from app.store.opening import inspect_schema
 
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=2.0)) as connection:
             result = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if result != "ok":
                 return "broken", f"{path} is damaged: {result}", "put the newest backup beside it in its place"
-            table = migrations.migrations_table
-            known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone()
-            if known is None:
-                return "broken", f"{path} is not a Kvasir database", "move it away"
-            applied = {name for (name,) in connection.execute(f'SELECT name FROM "{table}"')}
+            applied = inspect_schema(Database(connection), path)
             size = path.stat().st_size
+    except StoreError as error:
+        return "broken", str(error), ""
     except (sqlite3.Error, OSError) as error:
         return "broken", f"{path} cannot be read: {error}", "close other programs that use it, or restore a backup"
-    newer = sorted(applied - set(known_migrations()))
-    if newer:
-        return "broken", f"{path} was written by a newer Kvasir ({', '.join(newer)})", "update Kvasir"
-    return "ok", f"{path}, {format_bytes(size)}", ""
+    found = f"{path}, {format_bytes(size)}"
+    if applied and applied < set(known_migrations()):
+        return "note", f"{found}, of an older Kvasir", "the next start of the window backs it up and updates it"
+    return "ok", found, ""

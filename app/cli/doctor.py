@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from app.cli import display
+from app.cli.chosen_model import find_models
 from app.cli.failure import reports_failures
 from engine import catalog, memory
 from engine.client import LocalEngineClient
@@ -119,7 +121,7 @@ def _database() -> Finding:
 
 
 def _models() -> Finding:
-    entries = catalog.find_models()
+    entries = find_models()
     usable = [entry.name for entry in entries if entry.error is None]
     if not usable:
         return Finding(
@@ -168,10 +170,24 @@ def _engine_parts(worker: WorkerStarted) -> Iterator[Finding]:
         yield Finding("Triton", "note", "not installed: the GPU runs plain torch, slower", "pip install triton")
     else:
         yield Finding("Triton", "ok", "not installed, not needed on a processor")
+    forced = os.environ.get("KVASIR_KERNELS", "").strip()
     if worker.kernels == "cpu":
-        yield Finding("CPU kernels", "ok", "native ones are in use")
-    elif not on_gpu:
-        yield Finding("CPU kernels", "note", f"native ones are not in use: {worker.kernels} kernels compute")
-    yield Finding("Kernels in use", "ok", worker.kernels)
+        yield Finding("CPU kernels", "ok", "native ones compute")
+    elif on_gpu:
+        yield Finding("CPU kernels", "ok", "not in use, not needed beside a GPU")
+    elif forced:
+        yield Finding(
+            "CPU kernels",
+            "note",
+            f"native ones are not in use: KVASIR_KERNELS={forced} asks for {_kernels_in_words(worker.kernels)}",
+            "unset KVASIR_KERNELS",
+        )
+    else:
+        computes = _kernels_in_words(worker.kernels)
+        yield Finding("CPU kernels", "note", f"native ones are not in use: {computes} computes, slower")
     for warning in worker.warnings:
         yield Finding("Engine", "note", warning)
+
+
+def _kernels_in_words(kernels: str) -> str:
+    return {"reference": "plain torch", "triton": "Triton"}.get(kernels, kernels)

@@ -14,7 +14,6 @@ from types import FrameType
 
 from app.cli.failure import CommandError, Interrupted
 from engine.client import EngineClient, LocalEngineClient
-from engine.parameters import SamplingParams
 from engine.protocol import (
     Accepted,
     AnyEvent,
@@ -29,6 +28,7 @@ from engine.protocol import (
     LoadProgress,
     ModelInfo,
     ModelLoaded,
+    SamplingParams,
     TokenLogprob,
     WorkerDied,
     WorkerStarted,

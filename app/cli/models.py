@@ -6,7 +6,9 @@ import argparse
 import json
 import sys
 
+from app.cli.chosen_model import find_models
 from app.cli.failure import reports_failures
+from app.units import short_count
 from engine import catalog, memory
 
 # What a first chat needs; longer contexts take more and are weighed when the model is loaded.
@@ -15,7 +17,7 @@ _CONTEXT = 4096
 
 @reports_failures
 def run(arguments: argparse.Namespace) -> int:
-    entries = catalog.find_models()
+    entries = find_models()
     device = _device()
     fits = [_fit(entry, device) for entry in entries]
     if arguments.json:
@@ -39,7 +41,7 @@ def _row(entry: catalog.CatalogEntry, fit: memory.Fit | None) -> tuple[str, ...]
         return entry.name, size, entry.format, "", "", f"cannot be used: {entry.error}"
     kind = " ".join(filter(None, (entry.format, entry.quantisation)))
     verdict = f"yes, {fit.message.removeprefix('fits: ')}" if fit.fits else fit.message
-    return entry.name, size, kind, _count(entry.num_parameters), str(entry.max_context), verdict
+    return entry.name, size, kind, short_count(entry.num_parameters), str(entry.max_context), verdict
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
@@ -57,16 +59,7 @@ def _device() -> memory.DeviceMemory:
 def _fit(entry: catalog.CatalogEntry, device: memory.DeviceMemory) -> memory.Fit | None:
     if entry.shape is None:
         return None
-    weights, kv_cache = memory.cpu_formats() if device.kind == "RAM" else ("stored", "fp16")
-    estimate = memory.estimate(
-        entry.shape,
-        device.kind,
-        context=min(_CONTEXT, entry.max_context),
-        weights_held_as=weights,
-        kv_dtype=kv_cache,
-        max_num_seqs=1,
-    )
-    return memory.fits(estimate, device)
+    return memory.fit_model(entry.shape, device, max_context=min(_CONTEXT, entry.max_context), max_num_seqs=1)
 
 
 def _record(entry: catalog.CatalogEntry, fit: memory.Fit | None) -> dict[str, object]:
@@ -83,10 +76,3 @@ def _record(entry: catalog.CatalogEntry, fit: memory.Fit | None) -> dict[str, ob
         "fit": fit.message if fit is not None else None,
         "error": entry.error,
     }
-
-
-def _count(number: int) -> str:
-    """A parameter count for people: 135M, 7.2B."""
-    if number >= 1_000_000_000:
-        return f"{number / 1_000_000_000:.1f}B"
-    return f"{number / 1_000_000:.0f}M"

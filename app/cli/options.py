@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from app.cli.failure import UsageError
-from engine.parameters import PARAMETER_RANGES, SamplingParams
-from engine.protocol import EngineConfig
+from engine.protocol import PARAMETER_RANGES, EngineConfig, SamplingParams
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
@@ -16,7 +15,7 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     try:
         return SamplingParams(
             **given,
-            stop=tuple(arguments.stop or ()),
+            stop=tuple(check_text(text, "--stop") for text in arguments.stop or ()),
             stop_token_ids=tuple(arguments.stop_token_ids or ()),
             logit_bias=dict(arguments.logit_bias or ()),
         )
@@ -25,10 +24,10 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def engine_config(arguments: argparse.Namespace, model: str) -> EngineConfig:
-    """For one request at a time: the KV cache is as large as one context needs."""
+    """For one request at a time: the KV cache is as large as one context needs. Raises `UsageError`."""
     return EngineConfig(
-        model=model,
-        device=arguments.device,
+        model=check_text(model, "the model's path"),
+        device=check_text(arguments.device, "--device"),
         dtype=arguments.dtype,
         kv_dtype=arguments.kv_dtype,
         quantization=arguments.quantization,

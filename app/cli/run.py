@@ -13,8 +13,7 @@ from app.cli.engine_session import Answer, EngineSession, open_session
 from app.cli.failure import CommandError, Interrupted, UsageError, reports_failures
 from app.cli.options import check_text, engine_config, sampling_params
 from app.cli.output import AnswerPrinter
-from engine.parameters import SamplingParams
-from engine.protocol import ChatMessage, ModelInfo
+from engine.protocol import ChatMessage, ModelInfo, SamplingParams
 
 
 @reports_failures

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PySide6.QtCore import QObject, QUrl
 from PySide6.QtGui import QDesktopServices
-from PySide6.QtWidgets import QFileDialog, QWidget
+from PySide6.QtWidgets import QFileDialog, QMessageBox, QWidget
 
 from app.panels.toast import Toast
 from app.state.workspace import Workspace
@@ -18,8 +18,13 @@ _KINDS = {"markdown": ("md", "Markdown (*.md)"), "json": ("json", "Kvasir chats 
 def file_name(title: str, suffix: str) -> str:
     """A file name every system takes, made of a chat's title."""
     plain = re.sub(r'[\x00-\x1f<>:"/\\|?*]+', " ", title)
-    plain = " ".join(plain.split()).strip(". ")[:80] or "chat"
+    plain = " ".join(plain.split())[:80].strip(". …") or "chat"
     return f"{plain}.{suffix}"
+
+
+def with_suffix(path: Path, suffix: str) -> Path:
+    """The path as it was typed if it ends like a file's name does, else with the suffix behind it."""
+    return path if re.fullmatch(r"\.[A-Za-z][A-Za-z0-9]{0,8}", path.suffix) else path.with_name(f"{path.name}.{suffix}")
 
 
 class ChatFiles(QObject):
@@ -54,13 +59,24 @@ class ChatFiles(QObject):
 
     def _ask_where(self, title: str, kind: str) -> Path | None:
         suffix, pattern = _KINDS[kind]
-        start = str(self._folder / file_name(title, suffix))
-        name, _ = QFileDialog.getSaveFileName(self._window, "Export", start, pattern)
-        if not name:
+        dialog = QFileDialog(self._window, "Export", str(self._folder), pattern)
+        dialog.setAcceptMode(QFileDialog.AcceptMode.AcceptSave)
+        dialog.setDefaultSuffix(suffix)  # so that the dialog's own question about overwriting is of the whole name
+        dialog.selectFile(file_name(title, suffix))
+        chosen = dialog.selectedFiles() if dialog.exec() else []
+        dialog.deleteLater()
+        if not chosen:
             return None
-        path = Path(name)
+        typed = Path(chosen[0])
+        path = with_suffix(typed, suffix)
+        if path != typed and path.exists() and not self._may_replace(path):
+            return None
         self._folder = path.parent
-        return path if path.suffix else path.with_suffix(f".{suffix}")
+        return path
+
+    def _may_replace(self, path: Path) -> bool:
+        question = f"{path.name} already exists. Do you want to replace it?"
+        return QMessageBox.question(self._window, "Export", question) == QMessageBox.StandardButton.Yes
 
     def _exported(self, path: str) -> None:
         folder = QUrl.fromLocalFile(str(Path(path).parent))

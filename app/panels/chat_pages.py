@@ -10,6 +10,7 @@ from PySide6.QtWidgets import QFrame, QStackedWidget, QVBoxLayout
 from app.chat.chat_page import ChatPage
 from app.panels.banner import EngineBanner
 from app.panels.tabs import TabStrip
+from app.state.context_usage import ContextUsage
 from app.state.engine_state import EngineState
 from app.state.session import ChatSession
 from app.state.workspace import Workspace
@@ -19,21 +20,22 @@ from app.theme import ThemeManager
 class ChatPages(QFrame):
     """Keeps tabs and pages in step with the workspace. A page is made when its tab first comes to the front."""
 
-    page_shown = Signal(object)
     rename_requested = Signal(str)
 
     def __init__(
         self,
         workspace: Workspace,
         engine: EngineState,
+        usage: ContextUsage,
         themes: ThemeManager,
         banner: EngineBanner,
         owner_colour: Callable[[str], str],
     ) -> None:
         super().__init__()
-        self._workspace, self._engine, self._themes = workspace, engine, themes
+        self._workspace, self._engine, self._usage, self._themes = workspace, engine, usage, themes
         self._owner_colour = owner_colour
         self._pages: dict[str, ChatPage] = {}
+        self._watched: dict[str, ChatSession] = {}
         self.setMinimumWidth(360)
         self.strip = TabStrip(themes)
         self.banner = banner
@@ -94,15 +96,22 @@ class ChatPages(QFrame):
         self.strip.add(id_, session.title)
         place = [other.conversation_id for other in self._workspace.sessions].index(id_)
         self.strip.move(id_, place)
-        session.title_changed.connect(lambda title: self._title_changed(id_, title))
-        session.generating_changed.connect(lambda _: self._refresh_dot(session))
+        # Slots that know no session, taken back when it closes: nothing here may keep a closed chat in memory.
+        session.title_changed.connect(self._refresh_titles)
+        session.generating_changed.connect(self.refresh_dots)
+        self._watched[id_] = session
         self._refresh_dot(session)
 
-    def _title_changed(self, conversation_id: str, title: str) -> None:
-        if self.strip.index_of(conversation_id) >= 0:
-            self.strip.set_title(conversation_id, title)
+    def _refresh_titles(self, *_: object) -> None:
+        for session in self._workspace.sessions:
+            if self.strip.index_of(session.conversation_id) >= 0:
+                self.strip.set_title(session.conversation_id, session.title)
 
     def _session_closed(self, conversation_id: str) -> None:
+        session = self._watched.pop(conversation_id, None)
+        if session is not None:
+            session.title_changed.disconnect(self._refresh_titles)
+            session.generating_changed.disconnect(self.refresh_dots)
         self.strip.remove(conversation_id)
         page = self._pages.pop(conversation_id, None)
         if page is not None:
@@ -115,13 +124,12 @@ class ChatPages(QFrame):
         id_ = session.conversation_id
         page = self._pages.get(id_)
         if page is None:
-            page = ChatPage(session, self._themes, self._engine)
+            page = ChatPage(session, self._themes, self._engine, self._usage)
             self._pages[id_] = page
             self._stack.addWidget(page)
         self._stack.setCurrentWidget(page)
         self.strip.choose(id_)
         page.focus_composer()
-        self.page_shown.emit(page)
 
     def _reordered(self, ids: list[str]) -> None:
         for index, conversation_id in enumerate(ids):

@@ -196,8 +196,8 @@ class HeaderBar(QFrame):
         worker = engine.worker
         self.kernels.setVisible(worker is not None)
         if worker is not None:
-            self.kernels.setText(f"{engine.model.kernels if engine.model else worker.kernels} · {worker.device}")
-            self.kernels.setToolTip(
-                f"Compute kernels: {worker.kernels}\nDevice: {worker.device_name}\n"
-                + "\n".join(f"{package} {version}" for package, version in worker.versions.items())
-            )
+            kernels = engine.model.kernels if engine.model is not None else worker.kernels
+            self.kernels.setText(kernels if kernels == worker.device else f"{kernels} · {worker.device}")
+            versions = [f"{package} {version}" for package, version in worker.versions.items()]
+            facts = [f"Compute kernels: {kernels}", f"Device: {worker.device_name}", *versions, *worker.warnings]
+            self.kernels.setToolTip("\n".join(facts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QFrame, QStackedWidget, QVBoxLayout
 
 from app.panels.context_meter import ContextMeter
@@ -14,7 +13,7 @@ from app.theme import SPACE_M, SPACE_S
 
 
 class Inspector(QFrame):
-    page_changed = Signal(str)
+    """`meter` stands below both pages, which are "sampling" and "model"."""
 
     def __init__(self, sampling: SamplingPanel, model: ModelPanel, meter: ContextMeter) -> None:
         super().__init__()
@@ -45,8 +44,6 @@ class Inspector(QFrame):
         """Shows "sampling" or "model"."""
         self._segments.choose(name)
         self._pages.setCurrentWidget(self.model if name == "model" else self.sampling)
-        self.page_changed.emit(name)
 
     def set_session(self, session: ChatSession | None) -> None:
         self.sampling.set_session(session)
-        self.meter.set_session(session)

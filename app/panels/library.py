@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 from PySide6.QtCore import QObject, Signal
 
 from app.state.delivery import Delivery
-from engine.catalog import CatalogEntry, find_models, starter_model
-from engine.memory import DeviceMemory, Fit, NoGPU, cpu_formats, estimate, fits, ram, vram
+from engine.catalog import CatalogEntry, find_models
+from engine.memory import DeviceMemory, Fit, NoGPU, fit_model, ram, vram
 from engine.protocol import WorkerStarted
 
 _log = logging.getLogger(__name__)
@@ -57,29 +56,15 @@ class ModelLibrary(QObject):
         self.changed.emit()
 
 
-def starter_path() -> Path | None:
-    """The starter model's file, None where it is not installed."""
-    return starter_model()
-
-
-def estimate_for(entry: CatalogEntry, worker: WorkerStarted | None, context: int, max_num_seqs: int) -> Fit | None:
-    """Whether a model with a KV cache of `context` tokens fits what is free on the worker's device.
+def fit_on(entry: CatalogEntry, worker: WorkerStarted | None, max_context: int, max_num_seqs: int) -> Fit | None:
+    """Whether a model, loaded with these settings, fits what is free on the worker's device.
 
     None when the entry cannot be used or the device's memory cannot be read.
     """
     if entry.shape is None:
         return None
-    on_gpu = worker is not None and worker.device != "cpu"
-    device: DeviceMemory | NoGPU = vram() if on_gpu else ram()
+    kind, _, index = worker.device.partition(":") if worker is not None else ("cpu", "", "")
+    device: DeviceMemory | NoGPU = ram() if kind == "cpu" else vram(int(index or 0))
     if isinstance(device, NoGPU):
         return None
-    weights, kv_cache = ("stored", "fp16") if on_gpu else cpu_formats()
-    needed = estimate(
-        entry.shape,
-        device.kind,
-        context=context,
-        weights_held_as=weights,
-        kv_dtype=kv_cache,
-        max_num_seqs=max_num_seqs,
-    )
-    return fits(needed, device)
+    return fit_model(entry.shape, device, max_context=max_context, max_num_seqs=max_num_seqs)

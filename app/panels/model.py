@@ -7,7 +7,7 @@ from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QFrame, QGridLayout, QHBoxLayout, QProgressBar, QScrollArea, QVBoxLayout, QWidget
 
 from app.panels.header import STATUS_COLOURS, STATUS_WORDS, StatusDot, model_title
-from app.panels.library import ModelLibrary, estimate_for
+from app.panels.library import ModelLibrary, fit_on
 from app.panels.widgets import (
     ElidedLabel,
     ErrorBox,
@@ -20,6 +20,7 @@ from app.panels.widgets import (
 )
 from app.state.engine_state import EngineState
 from app.theme import SPACE_M, SPACE_S, SPACE_XS, ThemeManager
+from app.units import short_count
 from engine.catalog import CatalogEntry
 from engine.memory import format_bytes
 from engine.protocol import EngineConfig, ModelInfo
@@ -27,14 +28,6 @@ from engine.protocol import EngineConfig, ModelInfo
 MIN_CONTEXT = 256
 DEFAULT_CONTEXT_LIMIT = 8192
 MAX_TABS = 64
-
-
-def short_count(number: int) -> str:
-    """A count for people: 134.5 M, 8.0 B."""
-    for limit, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if number >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return str(number)
 
 
 class ModelPanel(QScrollArea):
@@ -120,7 +113,7 @@ class ModelPanel(QScrollArea):
         self.tabs = NumberBox("Chats answered at once", 1, MAX_TABS, 0, 1)
         self.tabs.setValue(8)
         for box, title, help_text in (
-            (self.context, "Context length", "Tokens one chat can hold; memory for it is taken at load."),
+            (self.context, "Context length", "Tokens one chat can hold; memory is taken at load, for several chats."),
             (self.tabs, "Chats at once", "How many answers are written in one batch; others wait."),
         ):
             box.setFixedWidth(84)
@@ -176,7 +169,7 @@ class ModelPanel(QScrollArea):
             self._progress.setRange(0, 1000)
             self._progress.setValue(0)
         self._error.say(engine.failure if engine.status in ("no_model", "dead") else "")
-        self.load_button.setEnabled(engine.status in ("no_model", "ready", "dead") and self._entry() is not None)
+        self.load_button.setEnabled(self._may_load())
         self._show_estimate()
 
     def _show_facts(self, model: ModelInfo | None) -> None:
@@ -224,6 +217,10 @@ class ModelPanel(QScrollArea):
     def _entry(self) -> CatalogEntry | None:
         return self._library.entry(self.models.currentData() or "")
 
+    def _may_load(self) -> bool:
+        entry = self._entry()
+        return self._engine.status in ("no_model", "ready", "dead") and entry is not None and entry.error is None
+
     def _model_chosen(self, *_: object) -> None:
         entry = self._entry()
         if entry is None:
@@ -238,14 +235,14 @@ class ModelPanel(QScrollArea):
         if entry is not None and entry.error is None:
             self.context.setRange(min(MIN_CONTEXT, entry.max_context), entry.max_context)
             self.context.setValue(min(entry.max_context, DEFAULT_CONTEXT_LIMIT))
-        self.load_button.setEnabled(entry is not None and entry.error is None)
+        self.load_button.setEnabled(self._may_load())
         self._show_estimate()
 
     def _show_estimate(self, *_: object) -> None:
         entry = self._entry()
         fit = None
         if entry is not None and self.isVisible():
-            fit = estimate_for(entry, self._engine.worker, int(self.context.value()), int(self.tabs.value()))
+            fit = fit_on(entry, self._engine.worker, int(self.context.value()), int(self.tabs.value()))
         if fit is None:
             self._estimate.hide()
             return

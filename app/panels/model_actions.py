@@ -7,13 +7,20 @@ from pathlib import Path
 from PySide6.QtCore import QObject, Signal
 from PySide6.QtWidgets import QFileDialog, QMenu, QWidget
 
-from app.panels.library import ModelLibrary, starter_path
-from app.panels.model import DEFAULT_CONTEXT_LIMIT, short_count
+from app.panels.library import ModelLibrary
+from app.panels.model import DEFAULT_CONTEXT_LIMIT
 from app.settings import SettingsFile
 from app.state.engine_state import EngineState
-from engine.catalog import CatalogEntry
+from app.units import short_count
+from engine.catalog import CatalogEntry, describe_path, starter_model
 from engine.memory import format_bytes
 from engine.protocol import EngineConfig
+
+
+def default_config(entry: CatalogEntry) -> EngineConfig:
+    """How a model is loaded when nobody chose a context: its own, but no more than a usual chat needs."""
+    context = min(entry.max_context, DEFAULT_CONTEXT_LIMIT) if entry.error is None else None
+    return EngineConfig(model=str(entry.path), max_context=context)
 
 
 class ModelActions(QObject):
@@ -33,12 +40,12 @@ class ModelActions(QObject):
         self._engine.load(config)
 
     def load_entry(self, entry: CatalogEntry) -> None:
-        self.load(EngineConfig(model=str(entry.path), max_context=min(entry.max_context, DEFAULT_CONTEXT_LIMIT)))
+        self.load(default_config(entry))
 
     def load_starter(self) -> None:
-        starter = starter_path()
+        starter = starter_model()
         if starter is not None:
-            self.load(EngineConfig(model=str(starter)))
+            self.load_entry(describe_path(starter))
 
     def unload(self) -> None:
         self._engine.unload()
@@ -50,7 +57,15 @@ class ModelActions(QObject):
             self._window, "Open a model file", start, "Models (*.gguf);;All files (*)"
         )
         if path:
-            self.load(EngineConfig(model=path))
+            self.load_file(path)
+
+    def load_file(self, path: str) -> None:
+        """Loads a model file or folder, wherever it lies. One that cannot be used is a problem told."""
+        entry = describe_path(Path(path))
+        if entry.error is not None:
+            self.problem.emit(f"{entry.name} cannot be loaded: {entry.error}")
+        else:
+            self.load_entry(entry)
 
     def fill_menu(self, menu: QMenu) -> None:
         """The models on this machine, the loaded one ticked, and what else can be done."""
@@ -79,8 +94,8 @@ class ModelActions(QObject):
             return None
         if settings.last_model is not None and Path(settings.last_model.model).exists():
             return settings.last_model
-        starter = starter_path()
-        return EngineConfig(model=str(starter)) if starter is not None else None
+        starter = starter_model()
+        return default_config(describe_path(starter)) if starter is not None else None
 
     def _remember(self) -> None:
         config = self._engine.config

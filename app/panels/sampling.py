@@ -145,7 +145,9 @@ class SamplingPanel(QScrollArea):
                     switch.setChecked(on)
                 switch.settle()
         self.seed.set_value(params.seed)
-        self.stops.set_value(stops_to_text(params.stop))
+        # The same stop strings can be written in many ways, half a line being typed among them: leave it so.
+        if text_to_stops(self.stops.toPlainText()) != params.stop:
+            self.stops.set_value(stops_to_text(params.stop))
         self.overflow.setCurrentIndex(self.overflow.findData(params.overflow))
         self.system_prompt.set_value(self._session.system_prompt if self._session is not None else "")
         self.presets.show_choice()

@@ -21,7 +21,8 @@ from PySide6.QtWidgets import (
 
 from app.panels.sampling import OVERFLOW_TITLES
 from app.panels.widgets import ErrorBox, NumberBox, Segments, Select, Switch, button, label, separator
-from app.settings import SettingsFile, data_folder, log_folder
+from app.paths import data_folder, log_folder
+from app.settings import SettingsFile
 from app.state.workspace import Workspace
 from app.theme import FONT_SIZE_RANGE, SPACE_L, SPACE_M, SPACE_S, SPACE_XS, ThemeManager
 

@@ -13,6 +13,7 @@ from app.panels.dialogs import ask_text
 from app.panels.sidebar_list import ChatRow, HeaderRow, ResultRow, Row, SidebarList, grouped_rows
 from app.panels.widgets import IconButton, label
 from app.state.records import ConversationSummary, SearchResult
+from app.state.session import ChatSession
 from app.state.workspace import Workspace
 from app.theme import SPACE_S, ThemeManager, icon
 
@@ -87,6 +88,7 @@ class Sidebar(QFrame):
         row.addSpacing(SPACE_S // 2)
         column.addWidget(footer)
 
+        self._watched: dict[str, ChatSession] = {}
         self._results: list[SearchResult] | None = None
         self._search_timer = QTimer(self)
         self._search_timer.setSingleShot(True)
@@ -97,7 +99,7 @@ class Sidebar(QFrame):
         workspace.conversations_changed.connect(self.refresh)
         workspace.current_changed.connect(self.refresh)
         workspace.session_opened.connect(self._watch)
-        workspace.session_closed.connect(self.refresh)
+        workspace.session_closed.connect(self._session_closed)
         workspace.search_finished.connect(self._search_finished)
         themes.changed.connect(self._draw_icon)
         for session in workspace.sessions:
@@ -147,9 +149,17 @@ class Sidebar(QFrame):
             colour=self._owner_colour(conversation.id) if session is not None else "",
         )
 
-    def _watch(self, session: object) -> None:
-        session.generating_changed.connect(self.refresh)  # type: ignore[attr-defined]
-        session.title_changed.connect(self.refresh)  # type: ignore[attr-defined]
+    def _watch(self, session: ChatSession) -> None:
+        session.generating_changed.connect(self.refresh)
+        session.title_changed.connect(self.refresh)
+        self._watched[session.conversation_id] = session
+        self.refresh()
+
+    def _session_closed(self, conversation_id: str) -> None:
+        session = self._watched.pop(conversation_id, None)
+        if session is not None:
+            session.generating_changed.disconnect(self.refresh)
+            session.title_changed.disconnect(self.refresh)
         self.refresh()
 
     # ------------------------------------------------------------ search

@@ -12,8 +12,9 @@ from app.panels.widgets import IconButton, button, label
 from app.theme import SPACE_L, SPACE_M, SPACE_S, ThemeManager, pixmap
 
 SHOWN_MS = 7000
+AFTER_POINTER_MS = 2500
 WIDTH = 440
-BOTTOM = 128  # above the composer
+BOTTOM = 156  # above the composer and the button that jumps to the end
 
 
 class Toast(QFrame):
@@ -24,6 +25,7 @@ class Toast(QFrame):
         self._host = host
         self._themes = themes
         self._action: Callable[[], object] | None = None
+        self._is_sticky = False
         self.setObjectName("toast")
         self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
         self._row = row = QHBoxLayout(self)
@@ -60,7 +62,7 @@ class Toast(QFrame):
         milliseconds: int = SHOWN_MS,
     ) -> None:
         """Shows a message; `kind` is info, success or danger. With 0 milliseconds it stays until dismissed."""
-        self._action = callback
+        self._action, self._is_sticky = callback, milliseconds == 0
         self.text.setText(text)
         self.setAccessibleName(text)
         names = {"info": ("info", "accent"), "success": ("check", "success"), "danger": ("alert", "danger")}
@@ -73,10 +75,16 @@ class Toast(QFrame):
         self.show()
         self.raise_()
         self._place()
-        if milliseconds:
-            self._timer.start(milliseconds)
-        else:
+        if self._is_sticky:
             self._timer.stop()
+        else:
+            self._timer.start(milliseconds)
+
+    def withdraw(self, callback: Callable[[], object]) -> None:
+        """Takes the message back whose button would call `callback`, if it is the one shown."""
+        if self._action == callback:
+            self._action = None
+            self.hide()
 
     def _act(self) -> None:
         action, self._action = self._action, None
@@ -99,7 +107,8 @@ class Toast(QFrame):
 
     def leaveEvent(self, event: QEvent) -> None:
         super().leaveEvent(event)
-        self._timer.start(2500)
+        if not self._is_sticky:
+            self._timer.start(AFTER_POINTER_MS)
 
     def eventFilter(self, watched: QObject, event: QEvent) -> bool:
         if event.type() == QEvent.Type.Resize and self.isVisible():

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
-from app.state.records import BranchView, MessageRecord, MessageRole, MessageView, RunRecord
-
-PREVIEW_LENGTH = 80
+from app.state.records import MessageRecord, MessageRole, MessageView, RunRecord
 
 
 @dataclass(eq=False, slots=True)
@@ -149,19 +147,6 @@ class ConversationTree:
             self._nodes[node.id] = node
         self._show(self._last_visited_leaf(top))
         return True
-
-    def branches(self) -> list[BranchView]:
-        """Every leaf with the length of its path, the one visited last first."""
-        active = self.active_leaf
-        views = []
-        depths: dict[int, int] = {}
-        for node in sorted(self._nodes.values(), key=lambda node: node.id):
-            depths[node.id] = depth = 1 + (depths[node.parent.id] if node.parent is not None else 0)
-            if not node.children:
-                preview = " ".join(node.text[: 4 * PREVIEW_LENGTH].split())[:PREVIEW_LENGTH]
-                visited = self.visited.get(node.id, 0.0)
-                views.append(BranchView(node.id, depth, preview, node is active, visited))
-        return sorted(views, key=lambda view: (view.is_active, view.visited_at, view.leaf_id), reverse=True)
 
     def view(self, node: Node) -> MessageView:
         siblings = self.siblings(node)

@@ -67,8 +67,8 @@ class EngineState(QObject):
         """Why nothing can be generated now, and what to do; empty when the engine is ready."""
         return {
             "ready": "",
-            "starting": "The engine is starting. Wait a moment and send again.",
-            "loading": "The model is still loading. Wait a moment and send again.",
+            "starting": "The engine is starting. Wait a moment.",
+            "loading": "The model is still loading. Wait a moment.",
             "no_model": "No model is loaded. Choose one first.",
             "dead": "The engine has stopped. Restart it, then send again.",
         }[self.status]
@@ -110,7 +110,11 @@ class EngineState(QObject):
             return
         query_id = f"count-{next(self._query_ids)}"
         self._counting[query_id] = callback
-        self._bridge.send(CountTokens(query_id=query_id, messages=list(messages)))
+        try:
+            self._bridge.send(CountTokens(query_id=query_id, messages=list(messages)))
+        except Exception as error:  # no answer will come: whoever waits for it must hear of that
+            self._counting.pop(query_id, None)
+            callback(None, str(error))
 
     def _worker_started(self, event: WorkerStarted) -> None:
         self.worker = event
@@ -160,7 +164,12 @@ class EngineState(QObject):
     def _send_load(self, config: EngineConfig) -> None:
         self._num_loads += 1
         self._set("loading")
-        self._bridge.send(LoadModel(config=config))
+        try:
+            self._bridge.send(LoadModel(config=config))
+        except Exception as error:
+            self._num_loads -= 1
+            self.config = None
+            self._set("no_model", failure=f"The engine could not be asked to load {config.model!r}: {error}")
 
     def _set(self, status: EngineStatus, *, model: ModelInfo | None = None, failure: str = "") -> None:
         self.status = status

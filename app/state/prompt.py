@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+import msgspec
+
 from app.state.conversation_tree import Node
-from engine.protocol import ChatMessage
+from engine.protocol import ChatMessage, SamplingParams
 
 MAX_TITLE_LENGTH = 48
 
@@ -50,3 +52,9 @@ def _shortened(title: str) -> str:
 def clean_text(text: str) -> str:
     """Replaces what neither UTF-8 nor SQLite's text functions can carry: lone surrogates and NUL characters."""
     return text.replace("\0", "\ufffd").encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def clean_params(params: SamplingParams) -> SamplingParams:
+    """The same parameters with stop strings that can be stored and sent, none of them twice."""
+    stop = tuple(dict.fromkeys(clean_text(text) for text in params.stop))
+    return params if stop == params.stop else msgspec.structs.replace(params, stop=stop)

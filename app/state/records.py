@@ -85,17 +85,6 @@ class MessageView:
 
 
 @dataclass(frozen=True, slots=True)
-class BranchView:
-    """One way through a conversation, named by its last message. `preview` is the start of that message."""
-
-    leaf_id: int
-    num_messages: int
-    preview: str
-    is_active: bool
-    visited_at: float
-
-
-@dataclass(frozen=True, slots=True)
 class ConversationRecord:
     """A conversation without its messages."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,20 +17,14 @@ from app.state.conversation_tree import ConversationTree, Node, VisibleMessages
 from app.state.delivery import Delivery
 from app.state.engine_state import EngineState
 from app.state.generation import Generation
-from app.state.prompt import build_messages, clean_text, title_from_question
-from app.state.records import (
-    BranchView,
-    Conversation,
-    ConversationRecord,
-    MessageView,
-    Preset,
-    RunRecord,
-)
+from app.state.prompt import build_messages, clean_params, clean_text, title_from_question
+from app.state.records import Conversation, ConversationRecord, MessageView, Preset, RunRecord
 from app.store import Store, conversations
 from engine.client import EngineUnavailable
 from engine.protocol import Accepted, Cancel, ChatMessage, Delta, Generate, SamplingParams
 
 Write = Callable[[Database], None]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -120,8 +115,9 @@ class ChatSession(QObject):
 
     @property
     def is_empty(self) -> bool:
-        """Nothing was said and nothing typed."""
-        return self._is_loaded and not len(self._tree) and not self._deleted and not self.draft.strip()
+        """Nothing was said, nothing typed, and no title or system prompt given to it."""
+        is_blank = not (len(self._tree) or self._deleted or self.draft.strip() or self.system_prompt.strip())
+        return self._is_loaded and is_blank and self._record.title_is_auto
 
     @property
     def num_messages(self) -> int:
@@ -132,11 +128,6 @@ class ChatSession(QObject):
     def messages(self) -> Sequence[MessageView]:
         """The visible path, oldest first; made on access, so an item read twice may differ."""
         return VisibleMessages(self._tree)
-
-    @property
-    def branches(self) -> list[BranchView]:
-        """All ways through the conversation, the visible one first."""
-        return self._tree.branches()
 
     def message(self, message_id: int) -> MessageView:
         """One message, visible or not. Raises `KeyError` for an unknown id."""
@@ -255,6 +246,7 @@ class ChatSession(QObject):
             self._set_title(title, is_auto=False)
 
     def set_params(self, params: SamplingParams) -> None:
+        params = clean_params(params)
         if not self._is_loaded:
             self._when_loaded.append(functools.partial(self.set_params, params))
         elif params != self.params:
@@ -273,7 +265,7 @@ class ChatSession(QObject):
             self._when_loaded.append(functools.partial(self.apply_preset, preset))
             return
         system_prompt = preset.system_prompt or self.system_prompt
-        self._change_settings(params=preset.params, system_prompt=system_prompt, preset_name=preset.name)
+        self._change_settings(params=clean_params(preset.params), system_prompt=system_prompt, preset_name=preset.name)
 
     def set_draft(self, text: str) -> None:
         """Keeps what is typed; no signal tells of it."""
@@ -396,8 +388,11 @@ class ChatSession(QObject):
         try:
             self._services.bridge.send(generation.command)
         except EngineUnavailable as unavailable:
-            self._services.bridge.unregister_request(generation.request_id)
-            self._fail(generation, str(unavailable))
+            self._not_sent(generation, str(unavailable))
+        except Exception as error:
+            # Whatever it was, no engine will ever end this answer, and while it is open nothing else can be asked.
+            _log.exception("the question could not be sent")
+            self._not_sent(generation, f"The question could not be sent to the engine: {error}")
 
     def _on_event(self, generation: Generation, event: RequestEvent) -> None:
         node = generation.node
@@ -415,6 +410,10 @@ class ChatSession(QObject):
             self._end_generation(generation)
             if event.finish_reason == "error":
                 self.error_occurred.emit(generation.run.error or "")
+
+    def _not_sent(self, generation: Generation, message: str) -> None:
+        self._services.bridge.unregister_request(generation.request_id)
+        self._fail(generation, message)
 
     def _fail(self, generation: Generation, message: str) -> None:
         generation.fail(message)

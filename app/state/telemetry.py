@@ -6,25 +6,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
-from PySide6.QtCore import QObject, Signal
+from PySide6.QtCore import QObject, Signal, Slot
 
-from app.charts.rings import SeriesRing
-from engine.protocol import (
-    BLOCK_FREE,
-    BlockMapUpdate,
-    LoadFailed,
-    LoadProgress,
-    ModelInfo,
-    ModelLoaded,
-    ModelUnloaded,
-    StepRecord,
-    Telemetry,
-    WorkerDied,
-    WorkerStarted,
-)
+from app.state.engine_state import EngineState
+from app.state.rings import SeriesRing
+from engine.protocol import BLOCK_FREE, BlockMapUpdate, StepRecord, Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +24,6 @@ HOLD_AFTER_SECONDS = 1.0
 CURVE_STRIDE = 4
 NUM_STEPS_KEPT = 1024
 NUM_FIRST_TOKENS_KEPT = 256
-
-Phase = Literal["starting", "no_model", "loading", "ready", "dead"]
 
 # Columns of TelemetryState.history.
 TIME, TTFT_P50, TTFT_P95, TPOT_P50, TPOT_P95, TPOT_LAST, DECODE_RATE, PREFILL_RATE, RUNNING, WAITING = range(10)
@@ -54,21 +41,23 @@ class TelemetryState(QObject):
     `history` has a row for each telemetry (columns TIME ... WAITING above, latencies in ms, NaN while
     a window is empty), `first_tokens` a row (time, TTFT in ms) for each first token seen. Times are
     `clock()` at arrival, so that neither a remote worker's clock nor a change of the wall clock matters.
-    `updated` follows each telemetry; `phase_changed` says that `phase` or `progress` is another.
+    Figures belong to the model that `engine` has ready: without one none are taken, and all go with it.
+    `updated` follows each telemetry.
     """
 
     updated = Signal()
-    phase_changed = Signal()
 
     def __init__(
-        self, bridge: EventSource, clock: Callable[[], float] = time.monotonic, parent: QObject | None = None
+        self,
+        bridge: EventSource,
+        engine: EngineState,
+        clock: Callable[[], float] = time.monotonic,
+        parent: QObject | None = None,
     ) -> None:
         super().__init__(parent)
+        self.engine = engine
         self.clock = clock
-        self.phase: Phase = "starting"
-        self.progress: LoadProgress | None = None
-        self.worker: WorkerStarted | None = None
-        self.model: ModelInfo | None = None
+        self._model = engine.model
         self.latest: Telemetry | None = None
         self.history = SeriesRing(HISTORY_SECONDS * MAX_TELEMETRY_HZ, 10)
         self.first_tokens = SeriesRing(NUM_FIRST_TOKENS_KEPT, 2)
@@ -77,16 +66,8 @@ class TelemetryState(QObject):
         self.block_states = np.zeros(0, dtype=np.uint8)
         self.blocks_version = 0
         self.last_busy = self.last_arrival = -float("inf")
-        for event_type, handler in (
-            (WorkerStarted, self._on_worker_started),
-            (LoadProgress, self._on_load_progress),
-            (ModelLoaded, self._on_model_loaded),
-            (ModelUnloaded, self._on_model_unloaded),
-            (LoadFailed, self._on_load_failed),
-            (WorkerDied, self._on_worker_died),
-            (Telemetry, self._on_telemetry),
-        ):
-            bridge.subscribe(event_type, handler)
+        engine.changed.connect(self._follow_model)
+        bridge.subscribe(Telemetry, self._on_telemetry)
 
     def owner_name(self, slot: int) -> str | None:
         """Who holds an owner slot now; None if nobody does."""
@@ -113,42 +94,12 @@ class TelemetryState(QObject):
             keep[-1] = True
         return rows[:, keep]
 
-    def _on_worker_started(self, event: WorkerStarted) -> None:
-        self.worker = event
-        self._forget()
-        self._enter("no_model")
-
-    def _on_load_progress(self, event: LoadProgress) -> None:
-        self.progress = event
-        self._enter("loading")
-
-    def _on_model_loaded(self, event: ModelLoaded) -> None:
-        self._forget()
-        self.model = event.info
-        self._enter("ready")
-
-    def _on_model_unloaded(self, event: ModelUnloaded) -> None:
-        self._forget()
-        self._enter("no_model")
-
-    def _on_load_failed(self, event: LoadFailed) -> None:
-        # Without a ModelUnloaded before it, the model that was there is still there.
-        self._enter("no_model" if self.model is None else "ready")
-
-    def _on_worker_died(self, event: WorkerDied) -> None:
-        self._forget()
-        self.worker = None
-        self._enter("dead")
-
-    def _enter(self, phase: Phase) -> None:
-        self.phase = phase
-        if phase != "loading":
-            self.progress = None
-        self.phase_changed.emit()
-
-    def _forget(self) -> None:
+    @Slot()
+    def _follow_model(self) -> None:
         """Drops figures that belong to another model or a dead worker."""
-        self.model = None
+        if self.engine.model is self._model:
+            return
+        self._model = self.engine.model
         self.latest = None
         self.history.clear()
         self.first_tokens.clear()
@@ -159,7 +110,7 @@ class TelemetryState(QObject):
         self.last_busy = -float("inf")
 
     def _on_telemetry(self, event: Telemetry) -> None:
-        if self.model is None:
+        if self._model is None:
             return
         now = self.clock()
         before = self.latest

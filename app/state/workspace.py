@@ -162,12 +162,11 @@ class Workspace(QObject):
         session = self.session(conversation_id)
         if session is None:
             return
-        is_empty = session.is_empty
-        self._remove_session(session)
-        if is_empty:
-            self._summaries.pop(conversation_id, None)
+        if session.is_empty:
+            del self._summaries[conversation_id]
             self._store.write(lambda db: conversations.delete_conversation(db, conversation_id))
-            self.conversations_changed.emit()
+        self._remove_session(session)
+        self.conversations_changed.emit()
 
     def set_current(self, conversation_id: str | None) -> None:
         """Brings an open conversation to the front; its answers are drawn before those of others."""
@@ -188,9 +187,13 @@ class Workspace(QObject):
 
     @property
     def conversations(self) -> list[ConversationSummary]:
-        """All conversations that were used or named, the one used last first."""
-        used = [s for s in self._summaries.values() if s.num_messages or s.title != NEW_CHAT_TITLE]
-        return sorted(used, key=lambda summary: summary.updated_at, reverse=True)
+        """All conversations, the one used last first, but for open ones that were neither used nor named yet."""
+        # A closed one without messages was kept for its draft or system prompt: here one gets back to it.
+        open_ids = {session.conversation_id for session in self._sessions}
+        shown = [
+            s for s in self._summaries.values() if s.num_messages or s.title != NEW_CHAT_TITLE or s.id not in open_ids
+        ]
+        return sorted(shown, key=lambda summary: summary.updated_at, reverse=True)
 
     def title(self, conversation_id: str) -> str:
         """A conversation's title, empty for an unknown one."""
@@ -305,7 +308,7 @@ class Workspace(QObject):
         writes = self._take_unsaved()
         if writes:
             self._is_flushing = True
-            self._delivery.when_done(self._store.write(_all_of(writes)), self._flushed)
+            self._delivery.when_done(self._store.write_each(writes), self._flushed)
         elif self._parked and self._store.num_unsaved == 0:
             self._parked = {id_: session for id_, session in self._parked.items() if session.is_generating}
 
@@ -319,7 +322,7 @@ class Workspace(QObject):
             session.interrupt(conversations.INTERRUPTED_ERROR)
         writes = self._take_unsaved()
         if writes:
-            self._store.write(_all_of(writes))
+            self._store.write_each(writes)
         self._store.write(conversations.purge_deleted)
         self._files.close()
         return self._store.close(timeout_s)
@@ -472,11 +475,3 @@ def _read_stored(db: Database) -> _Stored:
         presets.list_presets(db),
         presets.get_value(db, "default_params", SamplingParams),
     )
-
-
-def _all_of(writes: Sequence[Write]) -> Write:
-    def run(db: Database) -> None:
-        for write in writes:
-            write(db)
-
-    return run

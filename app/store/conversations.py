@@ -181,22 +181,6 @@ def load_conversation(db: Database, conversation_id: str) -> Conversation | None
     return Conversation(_conversation_record(row), messages, visited)
 
 
-def load_traces(db: Database, run_id: int) -> list[TokenLogprob]:
-    """The recorded tokens of a run with their log-probabilities, in order."""
-    rows = db.execute(
-        "SELECT token_id, text, logprob, alternatives FROM token_traces WHERE run_id = ? ORDER BY position", (run_id,)
-    )
-    return [
-        TokenLogprob(
-            token_id=token_id,
-            text=text,
-            logprob=logprob,
-            top=msgspec.json.decode(alternatives, type=list[tuple[int, str, float]]),
-        )
-        for token_id, text, logprob, alternatives in rows
-    ]
-
-
 def encode_params(params: SamplingParams) -> str:
     return msgspec.json.encode(params).decode()
 

@@ -24,7 +24,7 @@ def open_database(path: Path, busy_timeout_s: float) -> Database:
     connection = sqlite3.connect(path, timeout=busy_timeout_s)
     try:
         db = Database(connection)
-        applied = _applied_migrations(db, path)
+        applied = inspect_schema(db, path)
         pending = [name for name in known_migrations() if name not in applied]
         if applied and pending:
             back_up(db, path)
@@ -40,6 +40,32 @@ def open_database(path: Path, busy_timeout_s: float) -> Database:
         connection.close()
         raise
     return db
+
+
+def inspect_schema(db: Database, path: Path) -> set[str]:
+    """Names of the migrations that made the database; empty for a file with nothing in it. Changes nothing.
+
+    Raises `ForeignDatabaseError` or `SchemaTooNewError` for a database that this program must not touch.
+    """
+    tables = set(db.table_names())
+    if not tables:
+        return set()
+    if migrations.migrations_table not in tables:
+        raise ForeignDatabaseError(
+            f"{path} is a database of another program, not a Kvasir chat database. Choose another place."
+        )
+    applied = {migration.name for migration in migrations.applied(db)}
+    unknown = sorted(applied - set(known_migrations()))
+    if unknown:
+        raise SchemaTooNewError(
+            f"The chat database {path} was written by a newer Kvasir (it has {', '.join(unknown)}). "
+            "Update Kvasir to open it; nothing was changed."
+        )
+    if not applied:
+        raise ForeignDatabaseError(
+            f"{path} is a database of another program, not a Kvasir chat database. Choose another place."
+        )
+    return applied
 
 
 def back_up(db: Database, path: Path) -> Path:
@@ -69,28 +95,6 @@ def list_backups(path: Path) -> list[Path]:
     """Backups of the database at `path`, newest first."""
     backups = path.parent.glob(f"{path.name}.backup-*")
     return sorted((entry for entry in backups if entry.suffix != ".part"), key=lambda entry: entry.name, reverse=True)
-
-
-def _applied_migrations(db: Database, path: Path) -> set[str]:
-    tables = set(db.table_names())
-    if not tables:
-        return set()
-    if migrations.migrations_table not in tables:
-        raise ForeignDatabaseError(
-            f"{path} is a database of another program, not a Kvasir chat database. Choose another place."
-        )
-    applied = {migration.name for migration in migrations.applied(db)}
-    unknown = sorted(applied - set(known_migrations()))
-    if unknown:
-        raise SchemaTooNewError(
-            f"The chat database {path} was written by a newer Kvasir (it has {', '.join(unknown)}). "
-            "Update Kvasir to open it; nothing was changed."
-        )
-    if not applied:
-        raise ForeignDatabaseError(
-            f"{path} is a database of another program, not a Kvasir chat database. Choose another place."
-        )
-    return applied
 
 
 def _check_writable(db: Database) -> None:

@@ -24,25 +24,12 @@ class SearchSlice:
     next_below: int | None
 
 
-def search(db: Database, text: str, limit: int = 100) -> list[SearchResult]:
+def search_slice(db: Database, text: str, below: int | None, limit: int) -> SearchSlice:
     """Where all words of `text` occur as substrings, whatever their case: titles first, then the newest messages.
 
-    Deleted chats and branches, and answers still being written, are left out.
-    """
-    results: list[SearchResult] = []
-    below: int | None = None
-    while True:
-        found = search_slice(db, text, below, limit - len(results))
-        results += found.results
-        below = found.next_below
-        if below is None or len(results) >= limit:
-            return results
-
-
-def search_slice(db: Database, text: str, below: int | None, limit: int) -> SearchSlice:
-    """The part of `search` that looks at the next messages older than `below`; None starts with titles and newest.
-
-    Very short words are not in the index and mean reading every message: in slices, writing never waits long for it.
+    This looks at one stretch of messages, those next older than `below`; None starts with titles and the newest.
+    Deleted chats and branches, and answers still being written, are left out. Very short words are not in the
+    index and mean reading every message: in slices, writing never waits long for it.
     """
     terms = text.replace("\0", " ").split()
     if not terms:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,12 +98,12 @@ class Store:
         """
         return self._enqueue(function, durable=True)
 
-    def retry_now(self) -> None:
-        """Tries held up writes again without waiting for the next turn."""
-        with self._condition:
-            if self._retry_at is not None:
-                self._retry_at = 0.0
-                self._condition.notify()
+    def write_each(self, functions: Sequence[Callable[[Database], object]]) -> Future[None]:
+        """Like `write` for several functions at once: one transaction, in their order.
+
+        One that fails for good is left out and `on_lost_write` told; the others are saved all the same.
+        """
+        return self.write(functools.partial(self._run_each, tuple(functions)))
 
     def close(self, timeout_s: float = 5.0) -> int:
         """Finishes what is queued, for at most `timeout_s` while writes are held up, and closes the file.
@@ -184,6 +185,23 @@ class Store:
             self._done(job, durable)
             job.future.set_result(result)
 
+    def _run_each(self, functions: Sequence[Callable[[Database], object]], db: Database) -> None:
+        lost: list[Exception] = []
+        for function in functions:
+            db.conn.execute("SAVEPOINT one_of_several")
+            try:
+                function(db)
+            except Exception as error:
+                known = translate(error, self.path) if isinstance(error, sqlite3.Error) else error
+                if isinstance(known, StoreError) and known.retryable:
+                    raise  # all of them are tried again
+                db.conn.execute("ROLLBACK TO one_of_several")
+                lost.append(known)
+            db.conn.execute("RELEASE one_of_several")
+        # Told last: a run that ends in trying again has lost nothing.
+        for error in lost:
+            self._tell_lost(error)
+
     def _failed(self, job: _Job, error: StoreError, durable: bool) -> None:
         if not (durable and error.retryable):
             self._refused(job, error, durable)
@@ -199,9 +217,12 @@ class Store:
         self._done(job, durable)
         job.future.set_exception(error)
         if durable:
-            logger.error("a write was lost", exc_info=error)
-            if self.on_lost_write is not None:
-                self.on_lost_write(error)
+            self._tell_lost(error)
+
+    def _tell_lost(self, error: Exception) -> None:
+        logger.error("a write was lost", exc_info=error)
+        if self.on_lost_write is not None:
+            self.on_lost_write(error)
 
     def _done(self, job: _Job, durable: bool) -> None:
         if not durable:

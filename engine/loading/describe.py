@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.loading.folder import FolderError, read_model_config, shard_paths
 from engine.loading.gguf import GGUFError, GGUFFile
+from engine.loading.limits import MAX_LAYERS
 from engine.memory import ModelShape
 
 # llama.cpp's names of general.file_type, where they say more than the commonest tensor type does.
@@ -44,7 +46,7 @@ def describe(path: Path) -> ModelDescription:
     """Describes a `.gguf` file or a Hugging Face folder. Raises `DescriptionError`."""
     try:
         return _describe_folder(path) if path.is_dir() else _describe_gguf(path)
-    except GGUFError as error:
+    except (GGUFError, FolderError) as error:
         raise DescriptionError(str(error).removeprefix(f"{path}: ")) from error
     except OSError as error:
         raise DescriptionError(f"cannot be read ({error.strerror or error}); check its permissions") from error
@@ -68,7 +70,8 @@ def _describe_gguf(path: Path) -> ModelDescription:
                 value = max(value, default=None)
             return _positive(value, f"{architecture}.{name}")
 
-        layers, hidden, heads = number("block_count"), number("embedding_length"), number("attention.head_count")
+        layers = _num_layers(number("block_count"))
+        hidden, heads = number("embedding_length"), number("attention.head_count")
         head_dim = max(1, hidden // heads)
         shape = ModelShape(
             num_parameters=sum(
@@ -100,6 +103,12 @@ def _kv_heads(value: Any, layers: int) -> tuple[int, ...]:
     return tuple(heads)
 
 
+def _num_layers(value: int) -> int:
+    if value > MAX_LAYERS:
+        raise DescriptionError(f"it claims to have {value} layers; its header is damaged, download it again")
+    return value
+
+
 def _positive(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 40:
         raise DescriptionError(f"its value of {name} is {value!r}, not a positive number; download it again")
@@ -107,7 +116,7 @@ def _positive(value: Any, name: str) -> int:
 
 
 def _describe_folder(folder: Path) -> ModelDescription:
-    config = _read_json(folder / "config.json")
+    config = read_model_config(folder)
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     assert isinstance(text, dict)
     architectures = config.get("architectures")
@@ -126,7 +135,7 @@ def _describe_folder(folder: Path) -> ModelDescription:
     shape = ModelShape(
         num_parameters=_count_parameters(tensors, bits),
         stored_bytes=size_bytes,
-        kv_heads=(number("num_key_value_heads", default=heads),) * number("num_hidden_layers", "n_layer"),
+        kv_heads=(number("num_key_value_heads", default=heads),) * _num_layers(number("num_hidden_layers", "n_layer")),
         key_dim=head_dim,
         value_dim=head_dim,
         hidden_size=hidden,
@@ -157,23 +166,7 @@ def _count_parameters(tensors: Mapping[str, tuple[str, int]], bits: Any) -> int:
 
 def _read_safetensors(folder: Path) -> tuple[dict[str, tuple[str, int]], int]:
     """(tensor name -> (dtype, number of elements), bytes of weights), from the headers of all shards."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise DescriptionError(f"{index.name} has no weight_map; download it again")
-        shards = [folder / str(name) for name in sorted(set(weight_map.values()))]
-        missing = [shard.name for shard in shards if not shard.is_file()]
-        if missing:
-            raise DescriptionError(
-                f"{len(missing)} of {len(shards)} weight files are missing ({missing[0]} ...); download the rest"
-            )
-    else:
-        shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        if any(folder.glob("*.bin")):
-            raise DescriptionError("its weights are pickled (.bin), which can run code; use a safetensors version")
-        raise DescriptionError("holds no weights (*.safetensors); download the whole model")
+    shards = shard_paths(folder)
     tensors: dict[str, tuple[str, int]] = {}
     for shard in shards:
         tensors.update(_safetensors_header(shard))
@@ -197,15 +190,3 @@ def _safetensors_header(path: Path) -> dict[str, tuple[str, int]]:
     if end > size - 8 - length:
         raise DescriptionError(f"{path.name} is truncated ({size} of {end + 8 + length} bytes); download it again")
     return tensors
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DescriptionError(f"{path.name} is missing; download the whole model") from None
-    except (ValueError, RecursionError) as error:
-        raise DescriptionError(f"{path.name} is damaged ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise DescriptionError(f"{path.name} holds no configuration; download it again")
-    return content

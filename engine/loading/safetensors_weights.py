@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine.loading.folder import FolderError, shard_paths
 from engine.loading.weights import StoredTensor
 from engine.models.config import ModelError, UnsupportedModelError
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Buffers that old checkpoints carry along; the decoder computes them itself.
 _COMPUTED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -32,7 +30,11 @@ class SafetensorsWeights:
         self._shards: dict[Path, Any] = {}
         self._shard_of: dict[str, Path] = {}
         self.tensors: dict[str, StoredTensor] = {}
-        for path in shard_paths(folder):
+        try:
+            paths = shard_paths(folder)
+        except FolderError as error:
+            raise ModelError(f"{folder}: {error}") from error
+        for path in paths:
             self._open(path)
         if tied_head:
             self.tensors.pop("lm_head.weight", None)
@@ -69,26 +71,3 @@ class SafetensorsWeights:
 
     def close(self) -> None:
         self._shards.clear()
-
-
-def shard_paths(folder: Path) -> list[Path]:
-    """The safetensors files that make up the model in a folder. Raises ModelError where there are none."""
-    index = folder / INDEX_FILE
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    if not index.is_file():
-        pickled = sorted(folder.glob("*.bin"))
-        advice = "only .bin checkpoints are there: convert them to safetensors" if pickled else "download the model"
-        raise ModelError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is in the folder; {advice}")
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: is no index of weights ({error!r}); download it again") from error
-    paths = [folder / name for name in names]
-    for path in paths:
-        if path.resolve().parent != folder.resolve() and path.parent != folder:
-            raise ModelError(f"{index}: names {path.name!r} outside the folder")
-        if not path.is_file():
-            raise ModelError(f"{folder}: {path.name} is missing; the download is incomplete")
-    return paths

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.loading.limits import MAX_CONTEXT, MAX_LAYERS
+
 Activation = Literal["silu", "gelu_tanh"]
 QKNorm = Literal["none", "per_head", "full_width"]
 NormPlacement = Literal["before", "after", "before_and_after"]
@@ -18,6 +20,13 @@ class ModelError(ValueError):
 
 class UnsupportedModelError(ModelError):
     """A sound model of a kind this engine does not compute (yet)."""
+
+
+def checked_layers(num_layers: int) -> int:
+    """`num_layers`, to be asked before anything is made for each layer. Raises ModelError for a number no model has."""
+    if num_layers > MAX_LAYERS:
+        raise ModelError(f"{num_layers} layers are claimed; the model's metadata is damaged, download it again")
+    return num_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,9 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ModelError(f"{name} is {value!r}, not a positive whole number; the model's metadata is damaged")
+        checked_layers(self.num_layers)
+        if self.max_context > MAX_CONTEXT:
+            raise ModelError(f"a context of {self.max_context} tokens is claimed; the model's metadata is damaged")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
         if not 0 < self.rope.dim <= self.head_dim or self.rope.dim % 2:

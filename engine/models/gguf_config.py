@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.models.config import ModelConfig, ModelError, RopeConfig, UnsupportedModelError
+from engine.models.config import ModelConfig, ModelError, RopeConfig, UnsupportedModelError, checked_layers
 
 # Every key of the family that is understood. A key beyond these may change what the model computes,
 # so a file that has one is refused rather than answered wrongly.
@@ -60,7 +60,7 @@ def llama_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
         raise UnsupportedModelError("keys and values of different lengths are not supported")
     if keys.integer("rope.dimension_count", head_dim) != head_dim:
         raise UnsupportedModelError("rotary embedding of a part of each head is not supported in llama files")
-    num_layers = keys.integer("block_count")
+    num_layers = checked_layers(keys.integer("block_count"))
     window = keys.integer("attention.sliding_window", 0)
     return ModelConfig(
         architecture="llama",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.models.config import ModelConfig, ModelError, RopeConfig, UnsupportedModelError
+from engine.models.config import ModelConfig, ModelError, RopeConfig, UnsupportedModelError, checked_layers
 
 
 def llama_from_hf(values: Mapping[str, Any]) -> ModelConfig:
@@ -23,7 +23,7 @@ def llama_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     num_heads = _integer(values, "num_attention_heads")
     if num_heads < 1:
         raise ModelError(f"config.json: num_attention_heads is {num_heads}; it must be positive")
-    num_layers = _integer(values, "num_hidden_layers")
+    num_layers = checked_layers(_integer(values, "num_hidden_layers"))
     head_dim = _integer(values, "head_dim", hidden_size // num_heads)
     window = _integer(values, "sliding_window", 0)
     attention_bias = bool(values.get("attention_bias", False))

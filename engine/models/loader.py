@@ -5,14 +5,16 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
-import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from engine.dtypes import DTYPES
+from engine.loading.folder import FolderError, read_model_config
 from engine.loading.gguf import GGUFError, GGUFFile
 from engine.loading.gguf_weights import GGUFWeights
 from engine.loading.names import ROPE_FACTORS, expected_tensors
@@ -27,8 +29,6 @@ from kernels import ops
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with a phrase for people, bytes done and bytes in all."""
-
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class LoadCancelled(Exception):
@@ -67,7 +67,6 @@ def load_model(
     Raises ModelError (UnsupportedModelError among them) with a message for people, LoadCancelled
     when `cancelled()` becomes true, and OSError where the disk fails.
     """
-    _check_request(config)
     model_config, source = open_model(path)
     try:
         model_config = _cut_context(model_config, config.max_context)
@@ -99,9 +98,8 @@ def load_model(
 def open_model(path: Path) -> tuple[ModelConfig, WeightSource]:
     """Reads what the model is and opens its weights, which the caller closes. Raises ModelError."""
     if path.is_dir():
-        values = _read_config(path / "config.json")
         with _naming(path):
-            model_config = config_from_hf(values)
+            model_config = config_from_hf(read_model_config(path))
         return model_config, SafetensorsWeights(path, model_config.tie_word_embeddings)
     if not path.exists():
         raise ModelError(f"{path}: there is no such file or folder")
@@ -123,7 +121,7 @@ def open_model(path: Path) -> tuple[ModelConfig, WeightSource]:
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype to compute in. "auto" is float32 on a CPU, where halves are slow, and bfloat16 on a GPU."""
     if name != "auto":
-        return _DTYPES[name]
+        return DTYPES[name]
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
@@ -145,26 +143,27 @@ def _use_native(model_config: ModelConfig, block_size: int, dtype: torch.dtype, 
     return obstacle is None
 
 
-def release_memory(device: torch.device) -> None:
+def release_memory() -> None:
     """Gives the memory of dropped models and caches back to the system. Drop all references first."""
     gc.collect()
-    if device.type == "cuda":
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     _trim_heap()
 
 
 def _trim_heap() -> None:
-    # glibc keeps freed memory in its heap; only Linux builds on it have this call.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if hasattr(ctypes, "CDLL") else None
-    if trim is not None:
-        trim(0)
-
-
-def _check_request(config: EngineConfig) -> None:
-    if config.backend == "transformers":
-        raise UnsupportedModelError("the transformers backend is not available yet; use backend='auto'")
-    if config.quantization is not None:
-        raise UnsupportedModelError(f"quantization={config.quantization!r} is not available yet; leave it out")
+    """Has the C library give back the pages it keeps for later, where it has a call for that."""
+    try:
+        if sys.platform == "win32":
+            ctypes.CDLL("ucrtbase")._heapmin()
+        elif sys.platform == "darwin":
+            relieve = ctypes.CDLL(None).malloc_zone_pressure_relief
+            relieve.argtypes, relieve.restype = (ctypes.c_void_p, ctypes.c_size_t), ctypes.c_size_t
+            relieve(None, 0)  # all zones, as much as there is
+        else:
+            ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError):
+        pass  # another C library, such as musl's, which keeps little
 
 
 def _cut_context(model_config: ModelConfig, max_context: int | None) -> ModelConfig:
@@ -175,20 +174,8 @@ def _cut_context(model_config: ModelConfig, max_context: int | None) -> ModelCon
     return dataclasses.replace(model_config, max_context=max_context)
 
 
-def _read_config(path: Path) -> dict[str, object]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{path.parent}: has no config.json; choose a model folder or a .gguf file") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read ({error}); download it again") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path}: is no configuration (a {type(values).__name__}); download it again")
-    return values
-
-
 class _naming:
-    """Puts the file's name in front of a ModelError raised inside."""
+    """Puts the path in front of a ModelError or FolderError raised inside and makes it a ModelError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -198,3 +185,5 @@ class _naming:
     def __exit__(self, kind: object, error: BaseException | None, _traceback: object) -> None:
         if isinstance(error, ModelError):
             raise type(error)(f"{self._path}: {error}") from error
+        if isinstance(error, FolderError):
+            raise ModelError(f"{self._path}: {error}") from error

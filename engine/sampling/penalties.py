@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -52,21 +52,24 @@ def apply_penalties(logits: torch.Tensor, params: SamplingParams, counts: TokenC
     """Lowers, in place, the logits [vocab_size] of tokens that occurred.
 
     Repetition (Keskar et al. 2019) covers prompt and output: positive logits are divided, negative
-    ones multiplied. Presence and frequency cover the output only and are subtracted.
+    ones multiplied. Presence and frequency cover the output only and are subtracted. Tokens beyond the
+    vocabulary, which a prompt given as ids may hold, have no logit to lower.
     """
     if params.repetition_penalty != 1.0 and counts.sequence:
-        ids = _to_tensor(counts.sequence, logits.device)
+        ids, _ = _occurrences(counts.sequence, logits)
         values = logits[ids]
         penalty = params.repetition_penalty
         logits[ids] = torch.where(values > 0, values / penalty, values * penalty)
     if (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0) and counts.output:
-        ids = _to_tensor(counts.output, logits.device)
-        times = _to_tensor(counts.output.values(), logits.device)
+        ids, times = _occurrences(counts.output, logits)
         logits[ids] -= params.presence_penalty + params.frequency_penalty * times
 
 
-def _to_tensor(values: Collection[int], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.fromiter(values, dtype=np.int64, count=len(values))).to(device)
+def _occurrences(counter: Counter[int], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The counted tokens that `logits` [vocab_size] has a place for, and how often each occurs."""
+    pairs = np.array([*counter.keys(), *counter.values()], dtype=np.int64).reshape(2, -1)
+    ids, times = torch.from_numpy(pairs[:, pairs[0] < logits.shape[-1]]).to(logits.device)
+    return ids, times
 
 
 def apply_logit_bias(logits: torch.Tensor, bias: dict[int, float]) -> None:

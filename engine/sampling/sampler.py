@@ -94,8 +94,10 @@ def adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
             apply_logit_bias(logits[index], params.logit_bias)
         if row.counts is not None and uses_penalties(params):
             apply_penalties(logits[index], params, row.counts)
-        if row.forbidden_token_ids:
-            logits[index, list(row.forbidden_token_ids)] = -torch.inf
+        # An end token in the padding of the weights is never drawn anyway.
+        forbidden = [token_id for token_id in row.forbidden_token_ids if token_id < logits.shape[-1]]
+        if forbidden:
+            logits[index, forbidden] = -torch.inf
 
 
 def _split(rows: Sequence[SamplingRow]) -> tuple[list[int], list[int], list[int]]:

@@ -139,11 +139,6 @@ class _LimitExceeded(BaseException):
     """Not an `Exception`, so that nothing on the way out of a template takes it for one of its own."""
 
 
-def warm_up() -> None:
-    """Does ahead of time what the first rendering waits for: importing transformers takes about a second."""
-    _environment()
-
-
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """Ends the block with `_LimitExceeded` when this thread has computed for `seconds`.

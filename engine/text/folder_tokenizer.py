@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.loading.folder import FolderError, read_json
 from engine.text.chat_template import ChatTemplate
 from engine.text.end_tokens import known_end_tokens, token_ids
 from engine.text.token_bytes import TokenSpelling, byte_level_bytes, sentencepiece_bytes
@@ -38,7 +39,7 @@ def load_folder_tokenizer(folder: Path) -> Tokenizer:
     special = [(token_id, token.content) for token_id, token in added.items() if token.special]
     eos_token_ids = known_end_tokens(special) | token_ids(loaded.eos_token_id)
     for name in ("generation_config.json", "config.json"):
-        config = _read_json(folder / name)
+        config = _optional_json(folder / name)
         eos_token_ids |= token_ids(config.get("eos_token_id"))
         if isinstance(text_config := config.get("text_config"), dict):
             eos_token_ids |= token_ids(text_config.get("eos_token_id"))
@@ -87,12 +88,11 @@ def _chat_template(loaded: Any) -> ChatTemplate | None:
     return ChatTemplate(source, special_tokens)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """An optional configuration file. Raises `TokenizerError` where it is there but unreadable."""
+def _optional_json(path: Path) -> dict[str, Any]:
+    """A configuration file that need not be there. Raises `TokenizerError` where it is there but unreadable."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path}: cannot be read ({error}); download it again") from error
-    return content if isinstance(content, dict) else {}
+    except FolderError as error:
+        raise TokenizerError(f"{path.parent}: {error}") from error

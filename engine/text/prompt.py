@@ -1,4 +1,4 @@
-"""From a conversation to prompt tokens that fit the context, or a clear refusal."""
+"""From a conversation to prompt tokens, and how much room they leave for an answer."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """`max_tokens` is the most that fits, `dropped` the messages the overflow policy left out, oldest first."""
+    """`dropped` are the messages the overflow policy left out, oldest first."""
 
     token_ids: list[int]
-    max_tokens: int
     dropped: tuple[ChatMessage, ...] = ()
 
     @property
@@ -36,23 +35,22 @@ class PreparedPrompt:
 def build_prompt(
     tokenizer: Tokenizer,
     messages: Sequence[ChatMessage],
-    max_context: int,
+    token_limit: int,
     max_tokens: int | None,
     policy: OverflowPolicy,
 ) -> PreparedPrompt:
-    """Renders and tokenises a conversation; a prompt too long for `max_context` tokens follows `policy`.
+    """Renders and tokenises a conversation.
 
-    refuse         raises unless the answer has room: `max_tokens`, but never more than a quarter of the context
-    drop_oldest    leaves out whole turns (a question with its answers), oldest first, until the answer
-                   has that room; system messages and the last question always stay
-    stop_at_limit  lets the answer end where the context does
+    With "drop_oldest", one that leaves an answer less than `answer_room` of `token_limit` tokens loses whole
+    turns (a question with its answers), oldest first; system messages and the last question always stay.
+    Whether what comes out fits, and how long the answer may be, is up to `fit_tokens`.
 
-    Raises `PromptError`, or `ChatTemplateError` where the template fails.
+    Raises `PromptError` for an empty conversation, `ChatTemplateError` where the template fails.
     """
     if not messages:
         raise PromptError("The conversation is empty: write a message first.")
     turns = _droppable_turns(messages) if policy == "drop_oldest" else []
-    limit = max_context - answer_room(max_context, max_tokens)
+    limit = token_limit - answer_room(token_limit, max_tokens)
     num_dropped = 0
     token_ids = encode_chat(tokenizer, messages)
     if len(token_ids) > limit and turns:
@@ -64,9 +62,8 @@ def build_prompt(
             low, high = (low, middle) if fits else (middle + 1, high)
         num_dropped = low
         token_ids = encode_chat(tokenizer, _without(messages, turns[:num_dropped]))
-    answer_limit = fit_tokens(len(token_ids), max_context, max_tokens, policy)
     dropped = tuple(messages[index] for turn in turns[:num_dropped] for index in turn)
-    return PreparedPrompt(token_ids, answer_limit, dropped)
+    return PreparedPrompt(token_ids, dropped)
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> list[int]:
@@ -100,7 +97,13 @@ def answer_room(max_context: int, max_tokens: int | None) -> int:
 
 
 def fit_tokens(num_prompt_tokens: int, max_context: int, max_tokens: int | None, policy: OverflowPolicy) -> int:
-    """The most tokens an answer to a prompt of that length can have. Raises `PromptError` if it does not fit."""
+    """The most tokens an answer to a prompt of that length can have in the context.
+
+    refuse                      raises unless the answer has `answer_room`
+    drop_oldest, stop_at_limit  let the answer end where the context does
+
+    Raises `PromptError` if the prompt does not fit.
+    """
     left = max_context - num_prompt_tokens
     needed = answer_room(max_context, max_tokens) if policy == "refuse" else 1
     if left < needed:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from sqlite_utils import Database
 
-from app.state.records import ConversationRecord, MessageRecord, RunRecord
+from app.state.records import ConversationRecord, MessageRecord, RunRecord, SearchResult
 from app.store import conversations
+from app.store.search import search_slice
 from engine.protocol import SamplingParams
 
 
@@ -56,3 +57,15 @@ def add_chat(title: str, texts: list[str], first_id: int = 1, **changes: object)
         return record.id
 
     return write
+
+
+def search_all(db: Database, text: str, limit: int = 100) -> list[SearchResult]:
+    """What all slices of a search find together."""
+    results: list[SearchResult] = []
+    below: int | None = None
+    while True:
+        part = search_slice(db, text, below, limit - len(results))
+        results += part.results
+        below = part.next_below
+        if below is None or len(results) >= limit:
+            return results

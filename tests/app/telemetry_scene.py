@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
+from typing import Any, cast
 
+from app.state.engine_state import EngineState
 from app.state.telemetry import TelemetryState
 from engine.protocol import (
     BLOCK_ACTIVE,
     BLOCK_CACHED,
     BLOCK_SHARED,
+    AnyCommand,
     BlockMapUpdate,
     Distribution,
+    EngineConfig,
     Event,
     MemoryBreakdown,
     ModelInfo,
@@ -31,17 +35,40 @@ STARTED = WorkerStarted(1, 1, "reference", "cuda:0", "NVIDIA H200", {})
 
 
 class Source:
-    """The subscribing side of a bridge, without a process behind it."""
+    """Bridge and engine client in one, without a process behind them: the test says what the worker says."""
 
     def __init__(self) -> None:
         self._handlers: dict[type, list[Callable]] = {}
+        self.sent: list[AnyCommand] = []
+
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    def restart(self) -> None:
+        """There is nothing to start anew."""
+
+    def send(self, command: AnyCommand) -> None:
+        self.sent.append(command)
 
     def subscribe(self, event_type: type, handler: Callable) -> None:
         self._handlers.setdefault(event_type, []).append(handler)
 
     def emit(self, event: Event) -> None:
-        for handler in self._handlers[type(event)]:
+        for handler in self._handlers.get(type(event), ()):
             handler(event)
+
+
+def engine_on(source: Source) -> EngineState:
+    """The engine's state as it follows a source, before the worker has said anything."""
+    part = cast(Any, source)
+    return EngineState(part, part)
+
+
+def load_model(source: Source, engine: EngineState, num_kv_blocks: int = 1024) -> None:
+    """Starts the worker and has a model loaded."""
+    engine.start(EngineConfig(model="/models/fake.gguf"))
+    source.emit(STARTED)
+    source.emit(ModelLoaded(model_info(num_kv_blocks)))
 
 
 class Clock:
@@ -108,15 +135,15 @@ class BusyEngine:
 
     def __init__(self, num_blocks: int = 1024, num_tabs: int = 6, hz: float = 20.0) -> None:
         self.source, self.clock = Source(), Clock()
-        self.state = TelemetryState(self.source, self.clock)
+        self.engine = engine_on(self.source)
+        self.state = TelemetryState(self.source, self.engine, self.clock)
         self.num_blocks, self.num_tabs, self.hz = num_blocks, num_tabs, hz
         self._random = random.Random(7)
         self._ticks = 0
         self._step = 0
         self._next_block = 0
         self._owner_of: dict[int, int] = {}
-        self.source.emit(STARTED)
-        self.source.emit(ModelLoaded(model_info(num_blocks)))
+        load_model(self.source, self.engine, num_blocks)
 
     def run(self, seconds: float) -> None:
         for _ in range(round(seconds * self.hz)):

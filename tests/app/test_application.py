@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from sqlite_utils import Database
 from sqlite_utils.db import Table
 
+from app.application import set_up_logging
 from app.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,3 +66,30 @@ def test_a_file_that_is_no_database_is_left_alone_and_explained(tmp_path: Path) 
     assert result.returncode == 1
     assert "kvasir.db" in result.stdout
     assert path.read_bytes() == b"this is a letter, not a database" * 100
+
+
+@pytest.mark.parametrize("obstacle", ["data folder", "logs"])
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(tmp_path: Path, obstacle: str) -> None:
+    folder = tmp_path / "data"
+    if obstacle == "data folder":
+        folder.write_text("a file where the folder should be")
+    else:
+        folder.mkdir()
+        (folder / "logs").write_text("a file where the folder should be")
+    result = start(folder)
+    assert result.returncode == 1
+    assert str(folder) in result.stdout and "KVASIR_DATA" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_a_log_that_cannot_be_written_keeps_nobody_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "window.log").mkdir()
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    try:
+        set_up_logging(tmp_path)
+        added = [handler for handler in root.handlers if handler not in before]
+        assert [type(handler) for handler in added] == [logging.StreamHandler]
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)

@@ -20,10 +20,9 @@ from engine.protocol import (
     BLOCK_FREE,
     BLOCK_SHARED,
     NUM_OWNER_SLOTS,
-    ModelLoaded,
     pack_block_state,
 )
-from tests.app.telemetry_scene import Source, block_update, model_info, telemetry
+from tests.app.telemetry_scene import Source, block_update, engine_on, load_model, telemetry
 
 
 @given(num_blocks=st.integers(1, 100_000), width=st.integers(40, 900), height=st.integers(20, 400))
@@ -116,8 +115,9 @@ def source() -> Source:
 
 @pytest.fixture
 def block_map(qtbot: QtBot, source: Source) -> KVBlockMap:
-    state = TelemetryState(source)
-    source.emit(ModelLoaded(model_info()))
+    engine = engine_on(source)
+    state = TelemetryState(source, engine)
+    load_model(source, engine)
     titles = {"a": "Paged attention", "b": "Rust lifetimes"}
     widget = KVBlockMap(state, load_theme("dark"), lambda owner: titles.get(owner, ""))
     qtbot.addWidget(widget)

@@ -12,6 +12,7 @@ from pytestqt.qtbot import QtBot
 
 from app.chat.chat_page import ChatPage
 from app.chat.welcome import EXAMPLES
+from app.state.context_usage import ContextUsage
 from app.state.session import ChatSession
 from app.theme import ThemeManager
 from tests.app.chat_scene import ChatScene
@@ -25,7 +26,10 @@ def scene(qapp: object, tmp_path: Path) -> Iterator[ChatScene]:
 
 
 def open_page(qtbot: QtBot, scene: ChatScene, session: ChatSession) -> ChatPage:
-    page = ChatPage(session, ThemeManager("light"), scene.engine)
+    usage = ContextUsage(scene.engine)
+    page = ChatPage(session, ThemeManager("light"), scene.engine, usage)
+    usage.setParent(page)
+    usage.set_session(session)
     qtbot.addWidget(page)
     page.resize(900, 700)
     page.show()

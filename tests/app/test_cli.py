@@ -17,6 +17,8 @@ import pytest
 
 from app.__main__ import main
 from app.cli import chat, engine_session
+from app.paths import settings_path
+from app.settings import SettingsFile
 from tests.fake_engine import ROOT, fake_client
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -95,6 +97,10 @@ def test_run_reads_the_prompt_from_standard_input(
         (["--stop", ""], "stop strings must not be empty"),
         (["--raw", "--system", "be nice"], "--raw and --system exclude each other"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["--stop", "\udcff"], "--stop is not valid UTF-8 text"),
+        (["--model", "/models/\udcff.gguf"], "--model is not valid UTF-8 text"),
+        (["--device", "\udcff"], "--device is not valid UTF-8 text"),
+        (["--system", "\udcff"], "the system prompt is not valid UTF-8 text"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(
@@ -109,6 +115,54 @@ def test_an_empty_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_unknown_model_lists_near_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Did you mean SmolLM2-135M-Instruct.Q4_1" in run_fails(capsys, "run", "hello", "--model", "smollm")
+
+
+def test_a_chat_refuses_what_is_no_text_before_it_starts_an_engine(
+    use_fake: UseFake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_fake(start_crash="exit")
+    assert "--stop is not valid UTF-8" in run_fails(capsys, "chat", "--stop", "\udcff", code=2)
+
+
+def test_a_folder_with_a_name_that_is_no_text_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, starter_model: Path
+) -> None:
+    folder = tmp_path / "models-\udcff"
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    (folder / "a.gguf").symlink_to(starter_model)
+    monkeypatch.chdir(folder)
+    assert "not valid UTF-8" in run_fails(capsys, "run", "hello", "--model", "a.gguf")
+
+
+def test_models_in_the_folders_of_the_windows_settings_are_found(
+    use_fake: UseFake, capsys: pytest.CaptureFixture[str], tmp_path: Path, starter_model: Path
+) -> None:
+    folder = tmp_path / "my models"
+    folder.mkdir()
+    (folder / "mine.gguf").write_bytes(starter_model.read_bytes())
+    file = SettingsFile(settings_path())
+    file.settings.model_folders.append(str(folder))
+    file.save()
+    assert main(["models", "--json"]) == 0
+    assert str(folder / "mine.gguf") in {record["path"] for record in json.loads(capsys.readouterr().out)}
+    use_fake(text="Yes.", tokens_per_second=1000)
+    assert main(["run", "hello", "--model", "mine"]) == 0
+    assert capsys.readouterr().out == "Yes.\n"
+
+
+def test_settings_that_cannot_be_read_are_told_and_left_alone(
+    use_fake: UseFake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings_path().parent.mkdir(parents=True)
+    settings_path().write_text("{")
+    use_fake(text="Yes.", tokens_per_second=1000)
+    assert main(["run", "hello", "--model", "SmolLM2-135M-Instruct.Q4_1"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Yes.\n" and "model folders" in captured.err and captured.err.count("\n") == 1
+    assert settings_path().read_text() == "{"
 
 
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -278,7 +332,7 @@ def test_models_lists_the_starter_model_and_damaged_files(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["NAME", "SIZE", "FORMAT", "PARAMETERS", "CONTEXT", "FITS"]
     starter = next(line for line in lines if line.startswith("SmolLM2-135M-Instruct.Q4_1"))
-    assert "Q4_1" in starter and "135M" in starter and "8192" in starter and "needs" in starter
+    assert "Q4_1" in starter and "135 M" in starter and "8192" in starter and "needs" in starter
     assert any(line.startswith("broken") and "cannot be used" in line for line in lines)
     assert main(["models", "--json"]) == 0
     assert {record["name"] for record in json.loads(capsys.readouterr().out)} >= {"broken"}

@@ -15,8 +15,9 @@ import pytest
 from app.__main__ import main
 from app.cli import display, doctor
 from app.cli.database_check import check_database
-from app.store import Store
-from tests.fake_engine import fake_client
+from app.store import ForeignDatabaseError, Store
+from engine.protocol import WorkerStarted
+from tests.fake_engine import ROOT, fake_client
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="X11")
 
@@ -44,6 +45,28 @@ def test_the_doctor_tells_what_works(quick: None, capsys: pytest.CaptureFixture[
     for subject in ("Python", "GPU", "torch", "Triton", "CPU kernels", "Display", "Qt", "Database", "Models"):
         assert f"  {subject} " in out
     assert "Fake CPU" in out and "the driver is too old" in out and out.endswith("Kvasir can work here.\n")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "device", "forced", "status", "text"),
+    [
+        ("cpu", "cpu", "", "ok", "native ones compute"),
+        ("reference", "cpu", "", "note", "native ones are not in use: plain torch computes, slower"),
+        ("reference", "cpu", "reference", "note", "not in use: KVASIR_KERNELS=reference asks for plain torch"),
+        ("reference", "cuda:0", "", "ok", "not needed beside a GPU"),
+    ],
+)
+def test_the_kernels_in_use_are_told_in_words(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, device: str, forced: str, status: str, text: str
+) -> None:
+    monkeypatch.setenv("KVASIR_KERNELS", forced)
+    worker = WorkerStarted(
+        1, 1, kernels, device, "a device", {}, ["The engine runs slower than it could: no compiler."]
+    )
+    findings = list(doctor._engine_parts(worker))
+    (told,) = (finding for finding in findings if finding.subject == "CPU kernels")
+    assert told.status == status and text in told.text
+    assert findings[-1].text == worker.warnings[0]
 
 
 def test_a_broken_engine_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +98,12 @@ def test_missing_system_libraries_come_with_the_command_that_installs_them(monke
     assert reason is not None
     assert "libEGL.so.1, libxcb-cursor.so.0" in reason
     assert reason.endswith("sudo apt-get install libegl1 libxcb-cursor0")
+
+
+def test_the_set_up_and_the_doctor_name_the_same_package_for_a_library() -> None:
+    script = (ROOT / "packaging" / "system_libraries.sh").read_text()
+    wanted = dict(line.split() for line in script.partition('wanted="')[2].partition('"')[0].split("\n") if line)
+    assert wanted and wanted.items() <= display.SYSTEM_PACKAGES.items()
 
 
 @linux_only
@@ -113,8 +142,30 @@ def test_damaged_foreign_and_newer_databases_are_told_apart(tmp_path: Path) -> N
     findings = {path.stem: check_database(path) for path in (damaged, foreign, newer)}
     assert {status for status, _, _ in findings.values()} == {"broken"}
     assert "cannot be read" in findings["damaged"][1]
-    assert "not a Kvasir database" in findings["foreign"][1]
-    assert "newer Kvasir (m999_from_the_future)" in findings["newer"][1]
+    assert "not a Kvasir chat database" in findings["foreign"][1]
+    assert "newer Kvasir (it has m999_from_the_future)" in findings["newer"][1]
+
+
+def test_the_migrations_of_another_program_are_not_taken_for_ours(tmp_path: Path) -> None:
+    path = tmp_path / "kvasir.db"
+    Store(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE _sqlite_migrations SET migration_set = 'shopping'")
+    assert check_database(path)[:1] == ("broken",)
+    assert "another program" in check_database(path)[1]
+    with pytest.raises(ForeignDatabaseError):
+        Store(path)
+
+
+def test_a_database_of_an_older_kvasir_is_told_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "kvasir.db"
+    Store(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("DELETE FROM _sqlite_migrations WHERE id = (SELECT max(id) FROM _sqlite_migrations)")
+    before = path.read_bytes()
+    status, text, advice = check_database(path)
+    assert (status, "older Kvasir" in text, "backs it up" in advice) == ("note", True, True)
+    assert path.read_bytes() == before
 
 
 def test_a_read_only_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

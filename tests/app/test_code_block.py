@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from PySide6.QtGui import QGuiApplication
+from PySide6.QtGui import QFont, QGuiApplication
 from pytestqt.qtbot import QtBot
 
 from app.chat import highlight
 from app.chat.code_block import CodeView
 from app.chat.highlight import lexer_for
 from app.chat.markdown import CodeBlock
-from app.chat.text_style import text_style
+from app.chat.text_style import TextStyle, text_style
 from app.theme import load_theme
 
 
@@ -134,3 +134,15 @@ def test_no_line_is_cut_off(view: _ShownView) -> None:
     bottom = edit.blockBoundingGeometry(last).translated(edit.contentOffset()).bottom()
     assert bottom <= edit.viewport().height() + 1
     assert edit.verticalScrollBar().maximum() == 0
+
+
+def test_no_line_is_cut_off_with_a_font_whose_lines_are_no_whole_pixels(view: _ShownView) -> None:
+    style = TextStyle(load_theme("light"))
+    style.mono.setHintingPreference(QFont.HintingPreference.PreferNoHinting)
+    style.mono.setPointSizeF(10.3)
+    view.set_block(CodeBlock("", "\n".join(f"line {n}" for n in range(40)), closed=True), style)
+    view.resize(400, view.height_for(400))
+    view.show()
+    edit = view.text_edit
+    bottom = edit.blockBoundingGeometry(edit.document().lastBlock()).bottom()
+    assert bottom <= edit.viewport().height() + 1

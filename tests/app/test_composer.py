@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from PySide6.QtCore import QMimeData, Qt, QUrl
-from PySide6.QtGui import QInputMethodEvent
+from PySide6.QtCore import QEvent, QMimeData, Qt, QUrl
+from PySide6.QtGui import QInputMethodEvent, QKeyEvent
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
@@ -87,7 +87,6 @@ def test_escape_does_nothing_when_there_is_nothing_to_stop(composer: Composer, q
 def test_enter_in_an_input_method_composition_does_not_send(composer: Composer, qtbot: QtBot) -> None:
     composer.set_text("你好")
     QApplication.sendEvent(composer.text_edit, QInputMethodEvent("shijie", []))
-    assert composer.text_edit.is_composing
     with qtbot.assertNotEmitted(composer.submitted):
         qtbot.keyClick(composer.text_edit, Qt.Key.Key_Return)
     commit = QInputMethodEvent("", [])
@@ -136,3 +135,20 @@ def test_filling_in_a_prompt_can_be_undone(composer: Composer) -> None:
     composer.set_text("an example")
     composer.text_edit.undo()
     assert composer.text == "my own words"
+
+
+def test_with_nothing_to_redo_the_redo_keys_are_left_to_the_window(composer: Composer) -> None:
+    def claims() -> bool:
+        event = QKeyEvent(
+            QEvent.Type.ShortcutOverride,
+            Qt.Key.Key_Z,
+            Qt.KeyboardModifier.ControlModifier | Qt.KeyboardModifier.ShiftModifier,
+        )
+        event.ignore()
+        QApplication.sendEvent(composer.text_edit, event)
+        return event.isAccepted()
+
+    assert not claims()
+    composer.set_text("words")
+    composer.text_edit.undo()
+    assert claims()

@@ -13,9 +13,11 @@ from app.crash import CrashWatch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_watched(folder: Path, body: str) -> int:
-    """Runs `body` in a process with the watch installed as `watch`; returns its exit code."""
+def run_watched(folder: Path, body: str, path: Path | None = None) -> int:
+    """Runs `body` in a process with the watch, writing to `path`, installed as `watch`; returns its exit code."""
     program = f"from pathlib import Path\nfrom app.crash import CrashWatch\nwatch = CrashWatch(Path({str(folder)!r}))\n"
+    if path is not None:
+        program += f"watch.path = Path({str(path)!r})\n"
     program += "watch.install()\n" + textwrap.dedent(body)
     command = [sys.executable, "-c", program]
     return subprocess.run(command, check=False, cwd=ROOT, capture_output=True, timeout=60).returncode
@@ -85,3 +87,34 @@ def test_the_window_is_told_the_last_line_and_the_process_goes_on(tmp_path: Path
     except ValueError as error:
         watch.record(type(error), error, error.__traceback__)
     assert told == ["ValueError: odd"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device to write to")
+def test_on_a_full_disk_an_exception_is_still_told_and_the_end_is_in_good_order(tmp_path: Path) -> None:
+    body = """
+        import threading
+        told = []
+        watch.on_error = told.append
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start(); thread.join()
+        thread = threading.Thread(target=lambda: [][1])
+        thread.start(); thread.join()
+        watch.close()
+        assert told == ["ZeroDivisionError: division by zero", "IndexError: list index out of range"], told
+    """
+    (tmp_path / "link").symlink_to("/dev/full")
+    assert run_watched(tmp_path, body, path=tmp_path / "link") == 0
+
+
+def test_without_a_file_the_hooks_still_tell(tmp_path: Path) -> None:
+    body = """
+        import threading
+        told = []
+        watch.on_error = told.append
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start(); thread.join()
+        watch.close()
+        assert told == ["ZeroDivisionError: division by zero"], told
+    """
+    (tmp_path / "folder").mkdir()
+    assert run_watched(tmp_path, body, path=tmp_path / "folder") == 0

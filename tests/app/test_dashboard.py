@@ -14,7 +14,7 @@ from app.charts.card_deck import CardDeck
 from app.charts.dashboard import DashboardPanel
 from app.charts.figures import FigureRow
 from app.theme import ThemeManager
-from engine.protocol import Distribution, LoadProgress, ModelUnloaded, WorkerDied
+from engine.protocol import Distribution, EngineConfig, LoadFailed, LoadProgress, ModelUnloaded, WorkerDied
 from tests.app.telemetry_scene import STARTED, BusyEngine, telemetry
 
 CPU_BUDGET = 0.05
@@ -109,14 +109,26 @@ def shown_words(panel: DashboardPanel) -> str:
 def test_what_there_is_to_wait_for_is_said_in_words(panel: DashboardPanel, engine: BusyEngine) -> None:
     panel.show()
     assert "The model is loaded" in shown_words(panel)
+    engine.source.emit(ModelUnloaded())
+    assert "No model loaded" in shown_words(panel)
+    engine.engine.load(EngineConfig(model="/models/other.gguf"))
+    assert "Loading the model" in shown_words(panel)
     for event, words in (
-        (ModelUnloaded(), "No model loaded"),
         (LoadProgress("Reading weights", 50, 200), "Reading weights: 25 %"),
         (WorkerDied("killed", "", -9), "The engine is not running"),
         (STARTED, "No model loaded"),
     ):
         engine.source.emit(event)
         assert words in shown_words(panel)
+
+
+def test_after_a_failed_load_the_model_before_is_not_shown_any_more(panel: DashboardPanel, engine: BusyEngine) -> None:
+    panel.show()
+    engine.source.emit(telemetry(running=3))
+    assert shown_words(panel) == ""
+    engine.engine.load(EngineConfig(model="/models/other.gguf"))
+    engine.source.emit(LoadFailed("/models/other.gguf", "damaged"))
+    assert "No model loaded" in shown_words(panel)
 
 
 def test_charts_appear_with_the_first_telemetry_and_go_with_the_model(

@@ -181,3 +181,25 @@ def test_tokens_are_counted_by_the_engine(make_state: Callable[..., EngineState]
     state.count_tokens(QUESTION, lambda count, error: answers.append((count, error)))
     wait_until(lambda: len(answers) == 2)
     assert answers[1][1] is None and (answers[1][0] or 0) > 0
+
+
+def test_what_cannot_be_sent_is_answered_with_the_reason(
+    make_state: Callable[..., EngineState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make_state()
+    state.start(MODEL)
+    wait_until(lambda: state.is_ready)
+
+    def refuse(command: object) -> None:
+        raise ValueError("no such letter")
+
+    monkeypatch.setattr(state._bridge, "send", refuse)
+    answers: list[tuple[int | None, str | None]] = []
+    state.count_tokens(QUESTION, lambda count, error: answers.append((count, error)))
+    assert answers == [(None, "no such letter")]
+    state.load(EngineConfig(model="model\udcff"))
+    assert state.status == "no_model"
+    assert "no such letter" in state.failure
+    monkeypatch.undo()
+    state.load(MODEL)
+    wait_until(lambda: state.is_ready)

@@ -12,8 +12,8 @@ from pytestqt.qtbot import QtBot
 
 from app.charts.axes import SHRINK_AFTER_SECONDS, CalmRange, nice_ceiling
 from app.charts.live_plot import LivePlot, Series
-from app.charts.units import format_ms
 from app.theme import load_theme
+from app.units import format_ms
 
 
 @given(value=st.floats(1e-6, 1e9))

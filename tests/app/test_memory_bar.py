@@ -9,11 +9,10 @@ from PySide6.QtGui import QColor
 from pytestqt.qtbot import QtBot
 
 from app.charts.memory_bar import BAR_HEIGHT, SMALLEST_SEGMENT, MemoryBar, MemoryPage, parts_of, segment_widths
-from app.charts.units import format_bytes, format_ms, format_percent, format_rate, three_figures
 from app.state.telemetry import TelemetryState
 from app.theme import load_theme
-from engine.protocol import ModelLoaded
-from tests.app.telemetry_scene import GIB, MEMORY, STARTED, Source, model_info, telemetry
+from app.units import format_ms, format_percent, format_rate, three_figures
+from tests.app.telemetry_scene import MEMORY, Source, engine_on, load_model, telemetry
 
 
 @given(sizes=st.lists(st.integers(0, 1 << 40), min_size=6, max_size=6).filter(any), width=st.integers(60, 900))
@@ -39,9 +38,9 @@ def source() -> Source:
 
 @pytest.fixture
 def page(qtbot: QtBot, source: Source) -> MemoryPage:
-    state = TelemetryState(source)
-    source.emit(STARTED)
-    source.emit(ModelLoaded(model_info()))
+    engine = engine_on(source)
+    state = TelemetryState(source, engine)
+    load_model(source, engine)
     page = MemoryPage(state, load_theme("dark"))
     qtbot.addWidget(page)
     page.resize(220, 150)
@@ -82,23 +81,6 @@ def test_bar_and_legend_know_the_part_under_the_mouse(page: MemoryPage) -> None:
     assert last is not None and last.name == "Free"
     rows = {part.name for y in range(BAR_HEIGHT + 6, bar.height()) if (part := bar.part_at(QPointF(20, y)))}
     assert rows == {"Weights", "KV cache", "Workspace", "Runtime", "Other", "Free"}
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "0.98 KiB"),
-        (1536, "1.50 KiB"),
-        (97.3 * 1024**2, "97.3 MiB"),
-        (999.7 * 1024**2, "0.98 GiB"),
-        (80 * GIB, "80.0 GiB"),
-        (5000 << 40, "5,000 TiB"),
-    ],
-)
-def test_sizes_have_three_figures_and_a_binary_unit(count: float, text: str) -> None:
-    assert format_bytes(count) == text
 
 
 @pytest.mark.parametrize(

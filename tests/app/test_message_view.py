@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from PySide6.QtCore import QPoint, Qt
-from PySide6.QtWidgets import QApplication, QLineEdit
+from PySide6.QtWidgets import QApplication, QLineEdit, QWidget
 from pytestqt.qtbot import QtBot
 
 from app.chat.height_index import HeightIndex
@@ -241,6 +241,66 @@ def test_editing_a_question_keeps_the_old_one_as_a_sibling(scene: ChatScene, qtb
     assert [message.text for message in session.messages] == ["new", ""]
     qtbot.waitUntil(lambda: view.widgets[0].footer.sibling_text == "2/2")
     assert not view.widgets[0].is_editing
+    session.switch_sibling(session.messages[0].id, -1)
+    assert not view.widgets[0].is_editing, "the old question is no editor any more"
+
+
+def test_the_focus_leaves_an_editor_whose_question_was_sent(scene: ChatScene, qtbot: QtBot) -> None:
+    session = scene.session([("user", "old"), ("assistant", "a"), ("user", "more"), ("assistant", "b")])
+    page = QWidget()
+    qtbot.addWidget(page)
+    view, composer = MessageListView(session, load_theme("light"), page), QLineEdit(page)
+    view.set_tab_successor(composer)
+    view.resize(900, 600)
+    page.resize(900, 700)
+    page.show()
+    page.activateWindow()
+    qtbot.waitUntil(page.isActiveWindow)
+    question = view.widgets[0]
+    question.begin_edit()
+    assert question.editor is not None
+    qtbot.waitUntil(question.editor.text_edit.hasFocus)
+    question.editor.text_edit.setPlainText("new")
+    qtbot.keyClick(question.editor.text_edit, Qt.Key.Key_Return)
+    qtbot.waitUntil(lambda: [widget.message_id for widget in view.widgets] == [m.id for m in session.messages])
+    assert composer.hasFocus()
+
+
+def test_the_focus_stays_on_the_sibling_switcher(scene: ChatScene, qtbot: QtBot) -> None:
+    session = scene.session([("user", "old"), ("assistant", "a")])
+    for text in ("new", "newer"):
+        assert session.edit_and_resend(session.messages[0].id, text)
+        session.stop()
+    view = open_view(qtbot, session)
+    view.activateWindow()
+    qtbot.waitUntil(view.isActiveWindow)
+    previous = view.widgets[0].footer.previous
+    previous.setFocus()
+    qtbot.waitUntil(previous.hasFocus)
+    qtbot.keyClick(previous, Qt.Key.Key_Space)
+    assert session.messages[0].text == "new"
+    assert view.widgets[0].footer.sibling_text == "2/3"
+    assert view.widgets[0].footer.previous.hasFocus()
+
+
+def test_an_edited_question_that_is_refused_stays_in_its_editor(scene: ChatScene, qtbot: QtBot) -> None:
+    session = scene.session([("user", "old"), ("assistant", "a")])
+    view = open_view(qtbot, session)
+    question = view.widgets[0]
+    question.begin_edit()
+    assert question.editor is not None
+    question.editor.text_edit.setPlainText("written with care")
+    reasons: list[str] = []
+    session.error_occurred.connect(reasons.append)
+    scene.engine.status = "dead"
+    question.editor.send_button.click()
+    assert reasons and [message.text for message in session.messages] == ["old", "a"]
+    assert question.is_editing
+    assert question.editor.text_edit.toPlainText() == "written with care"
+    scene.engine.status = "ready"
+    question.editor.send_button.click()
+    assert [message.text for message in session.messages] == ["written with care", ""]
+    assert not any(widget.is_editing for widget in view.widgets)
 
 
 def test_an_edit_in_progress_survives_scrolling_away(scene: ChatScene, qtbot: QtBot) -> None:

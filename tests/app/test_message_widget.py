@@ -154,6 +154,8 @@ def test_editing_in_place_sends_on_enter_and_leaves_on_escape(
     with qtbot.waitSignal(widget.edit_submitted) as sent:
         qtbot.keyClick(widget.editor.text_edit, Qt.Key.Key_Return)
     assert sent.args == [message.id, "What is 2 + 2?"]
+    assert widget.is_editing, "whoever takes the question ends the edit"
+    widget.end_edit()
     assert not widget.is_editing
 
 

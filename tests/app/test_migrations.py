@@ -12,7 +12,7 @@ from sqlite_utils import Database
 from app.store import SchemaTooNewError, Store, StoreError, conversations, opening
 from app.store.migrations import known_migrations, migrations
 from app.store.opening import list_backups
-from tests.app.store_samples import add_chat
+from tests.app.store_samples import add_chat, search_all
 
 
 @pytest.fixture
@@ -58,11 +58,9 @@ def test_an_older_database_is_backed_up_and_then_migrated(path: Path) -> None:
 
 
 def test_messages_from_before_the_search_are_found_after_the_migration(path: Path) -> None:
-    from app.store.search import search
-
     make_old_database(path)
     store = Store(path)
-    found = store.submit(lambda db: search(db, "old question")).result(5)
+    found = store.submit(lambda db: search_all(db, "old question")).result(5)
     store.close()
     assert [result.message_id for result in found] == [1]
 

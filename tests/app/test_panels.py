@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import datetime
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QWidget
+from PySide6.QtCore import QEvent, Qt
+from PySide6.QtWidgets import QApplication, QWidget
 
-from app.panels.chat_files import file_name
+from app.panels.chat_files import file_name, with_suffix
 from app.panels.command_palette import CommandPalette, PaletteEntry
 from app.panels.fields import SeedField, stops_to_text, text_to_stops
 from app.panels.header import model_title
-from app.panels.model import short_count
 from app.panels.parameter_row import PARAMETER_STYLES, ParameterRow, rounded
 from app.panels.sidebar_list import ChatRow, HeaderRow, day_group, grouped_rows
 from app.panels.tabs import TabStrip
 from app.panels.toast import Toast
 from app.state.records import ConversationSummary
 from app.theme import ThemeManager
+from app.units import short_count
 from engine.protocol import PARAMETER_RANGES, SamplingParams
 
 NUMERIC = sorted(PARAMETER_STYLES)
@@ -166,17 +167,38 @@ def test_headings_stand_before_the_first_of_each_group_only() -> None:
 
 @pytest.mark.parametrize(
     ("title", "name"),
-    [("What is a/b?", "What is a b.md"), ("...", "chat.md"), ("CON:\n\x00", "CON.md"), ("x" * 200, "x" * 80 + ".md")],
+    [
+        ("What is a/b?", "What is a b.md"),
+        ("Two of…", "Two of.md"),
+        ("...", "chat.md"),
+        ("CON:\n\x00", "CON.md"),
+        ("x" * 200, "x" * 80 + ".md"),
+    ],
 )
 def test_a_title_becomes_a_file_name_every_system_takes(title: str, name: str) -> None:
     assert file_name(title, "md") == name
+
+
+@pytest.mark.parametrize(
+    ("typed", "path"),
+    [
+        ("chat", "chat.md"),
+        ("chat.md", "chat.md"),
+        ("chat.txt", "chat.txt"),
+        ("v1.2 notes", "v1.2 notes.md"),
+        ("v1.2", "v1.2.md"),
+        ("Who? Me.", "Who? Me..md"),
+    ],
+)
+def test_only_what_ends_like_a_files_name_keeps_its_end(typed: str, path: str) -> None:
+    assert with_suffix(Path("folder") / typed, "md") == Path("folder") / path
 
 
 def test_names_and_numbers_are_written_for_people() -> None:
     assert model_title("/models/SmolLM2-135M.Q4_1.gguf") == "SmolLM2-135M.Q4_1"
     assert model_title("C:\\models\\a.gguf") == "a"
     assert model_title("org/name") == "name"
-    assert [short_count(n) for n in (999, 134_515_008, 8_030_261_248)] == ["999", "135 M", "8.03 B"]
+    assert [short_count(n) for n in (999, 134_515_008, 999_999_999, 8_030_261_248)] == ["999", "135 M", "1 B", "8.03 B"]
 
 
 def test_tabs_speak_of_chats_and_not_of_places(qtbot) -> None:
@@ -256,3 +278,29 @@ def test_a_toast_runs_its_action_once_and_goes_by_itself(qtbot) -> None:
     toast.say("Stays", milliseconds=0)
     qtbot.wait(40)
     assert toast.isVisible()
+
+
+def test_a_toast_that_stays_until_dismissed_outlives_the_pointer_on_it(qtbot, monkeypatch) -> None:
+    monkeypatch.setattr("app.panels.toast.AFTER_POINTER_MS", 10)
+    host = QWidget()
+    qtbot.addWidget(host)
+    toast = Toast(host, ThemeManager("light"))
+    host.show()
+    for milliseconds, stays in ((0, True), (60_000, False)):
+        toast.say("Look at me", milliseconds=milliseconds)
+        QApplication.sendEvent(toast, QEvent(QEvent.Type.Leave))
+        qtbot.wait(40)
+        assert toast.isVisible() is stays
+
+
+def test_a_toast_is_withdrawn_only_by_the_action_it_offers(qtbot) -> None:
+    host = QWidget()
+    qtbot.addWidget(host)
+    toast = Toast(host, ThemeManager("light"))
+    host.show()
+    done: list[int] = []
+    toast.say("Deleted", "Undo", done.clear)
+    toast.withdraw(done.copy)
+    assert toast.isVisible()
+    toast.withdraw(done.clear)
+    assert not toast.isVisible()

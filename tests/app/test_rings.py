@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.charts.rings import SeriesRing
+from app.state.rings import SeriesRing
 
 
 @given(capacity=st.integers(1, 9), count=st.integers(0, 40))

@@ -128,3 +128,14 @@ def test_the_shipped_presets_are_valid_and_differ() -> None:
     assert len({preset.name for preset in presets}) == len(presets)
     assert len({msgspec.json.encode(preset.params) for preset in presets}) == len(presets)
     assert all(preset.is_builtin for preset in presets)
+
+
+def test_stop_strings_can_be_typed_slowly_one_after_the_other(qtbot, panel: SamplingPanel, parts) -> None:
+    for keys in ("END", "\n", "\\", "n\n", "X"):
+        qtbot.keyClicks(panel.stops, keys.replace("\n", "\r"))
+        panel.stops.commit()  # what a pause in typing does
+    assert panel.stops.toPlainText() == "END\n\\n\nX"
+    assert parts.workspace.current.params.stop == ("END", "\n", "X")
+    other = parts.workspace.new_session()
+    panel.set_session(other)
+    assert panel.stops.toPlainText() == ""

@@ -9,15 +9,13 @@ import pytest
 
 from app.state.records import SearchResult
 from app.store import Store, conversations
-from app.store.search import search
+from tests.app.store_samples import add_chat, conversation_record, exchange, search_all
 
 Find = Callable[[str], list[SearchResult]]
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    from tests.app.store_samples import add_chat
-
     store = Store(tmp_path / "kvasir.db")
     store.write(add_chat("Capitals of Europe", ["What is the capital of France?", "It is **Paris**."], 1))
     store.write(add_chat("地理", ["法国的首都是哪里？", "法国的首都是巴黎。"], 11))
@@ -29,7 +27,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def find(store: Store) -> Find:
-    return lambda text: store.submit(lambda db: search(db, text)).result(5)
+    return lambda text: store.submit(lambda db: search_all(db, text)).result(5)
 
 
 def ids(results: list[SearchResult]) -> list[int | None]:
@@ -107,8 +105,6 @@ def test_the_index_follows_changes_and_forgets_what_is_purged(store: Store, find
 
 
 def test_an_answer_is_found_once_it_is_complete(store: Store, find: Find) -> None:
-    from tests.app.store_samples import conversation_record, exchange
-
     question, answer = exchange(["a question", "growing zebra"], first_id=51, status="streaming")
     assert answer.run is not None
     store.write(lambda db: conversations.insert_conversation(db, conversation_record()))
@@ -128,7 +124,7 @@ def test_a_search_in_slices_finds_the_same_as_one_in_one_piece(
     assert all(len(found) > 1 for found in whole)
     monkeypatch.setattr("app.store.search.SLICE_LENGTH", 3)
     assert [find(query) for query in queries] == whole
-    limited = store.submit(lambda db: search(db, "the", limit=2)).result(5)
+    limited = store.submit(lambda db: search_all(db, "the", limit=2)).result(5)
     assert limited == find("the")[:2]
 
 

@@ -132,8 +132,6 @@ class TreeMachine(RuleBasedStateMachine):
             assert child in self.tree.siblings(child)
         if shown:
             assert not shown[-1].children
-        leaves = {n.id for n in self.tree.nodes() if not n.children}
-        assert {branch.leaf_id for branch in self.tree.branches()} == leaves
         again = ConversationTree.from_records(
             [n.record() for n in self.tree.nodes()], shown[-1].id if shown else None, self.tree.visited
         )
@@ -152,7 +150,6 @@ def test_ten_thousand_messages_are_a_chain_of_any_depth() -> None:
     assert len(messages) == 10_000
     assert messages[-1].id == 10_000
     assert [view.id for view in messages[10:12]] == [11, 12]
-    assert len(again.branches()) == 1
     assert len(again.remove(2)) == 9_999
 
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from app import settings
-from app.settings import Settings, SettingsFile
+from app.settings import Settings, SettingsFile, read_settings
 from engine.protocol import EngineConfig
 
 
@@ -60,14 +60,16 @@ def test_each_file_has_folders_of_its_own(tmp_path: Path) -> None:
     assert second.settings == Settings()
 
 
-def test_one_variable_moves_all_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVASIR_DATA", str(tmp_path / "here"))
-    assert settings.data_folder() == tmp_path / "here"
-    assert settings.config_folder() == tmp_path / "here"
-    assert settings.log_folder() == tmp_path / "here" / "logs"
+def test_the_folder_is_made_when_there_is_something_to_save(tmp_path: Path) -> None:
+    file = SettingsFile(tmp_path / "new" / "settings.json")
+    assert not file.path.parent.exists()
+    file.save()
+    assert read_settings(file.path) == file.settings
 
 
-def test_data_and_settings_go_to_the_platforms_folders(private_folders: Path) -> None:
-    assert private_folders in settings.data_folder().parents
-    assert private_folders in settings.config_folder().parents
-    assert settings.data_folder() != settings.config_folder()
+def test_reading_leaves_a_damaged_file_where_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text("{")
+    with pytest.raises(msgspec.MsgspecError):
+        read_settings(path)
+    assert list(tmp_path.iterdir()) == [path]

@@ -132,7 +132,6 @@ def test_writes_to_a_full_disk_are_kept_in_order_and_saved_when_there_is_room(st
     assert store.submit(values).result(5) == {}, "reading goes on"
 
     store.submit(lambda db: db.execute("PRAGMA max_page_count = 1000000").fetchone()).result(5)
-    store.retry_now()
     second.result(5)
     assert first.done()
     assert troubles.seen[-1] is None
@@ -320,3 +319,34 @@ def test_stored_parameters_that_are_not_valid_any_more_do_not_lock_a_chat_away(s
     store.write(lambda db: db.execute("UPDATE conversations SET params = '{\"temperature\": 99}'"))
     loaded = store.submit(lambda db: conversations.load_conversation(db, chat)).result(5)
     assert loaded is not None and loaded.record.params.temperature == 0.7
+
+
+def test_of_several_writes_only_the_one_that_cannot_be_saved_is_lost(store: Store) -> None:
+    lost: list[Exception] = []
+    store.on_lost_write = lost.append
+
+    def half(db: Database) -> None:
+        presets.set_value(db, "half", 1)
+        db.execute("INSERT INTO no_such_table VALUES (1)")
+
+    store.write_each([set_value("a", 1), half, set_value("b", 2), set_value("a", 3)]).result(5)
+    assert store.submit(values).result(5) == {"a": "3", "b": "2"}
+    assert len(lost) == 1 and "no_such_table" in str(lost[0])
+
+
+def test_several_writes_wait_together_for_a_lock_and_none_is_lost(store: Store, path: Path) -> None:
+    lost: list[Exception] = []
+    store.on_lost_write = lost.append
+    runs: list[int] = []
+
+    def locked_once(db: Database) -> None:
+        presets.set_value(db, "b", 2)
+        runs.append(1)
+        if len(runs) == 1:
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode = sqlite3.SQLITE_BUSY
+            raise error
+
+    store.write_each([set_value("a", 1), locked_once]).result(5)
+    assert len(runs) == 2 and lost == []
+    assert reopened_values(path) == {"a": "1", "b": "2"}

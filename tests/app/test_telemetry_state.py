@@ -10,6 +10,7 @@ from pytestqt.qtbot import QtBot
 
 from app.bridge import Bridge
 from app.state import telemetry as columns
+from app.state.engine_state import EngineState
 from app.state.telemetry import NUM_STEPS_KEPT, TelemetryState
 from engine.protocol import (
     BLOCK_ACTIVE,
@@ -21,18 +22,16 @@ from engine.protocol import (
     EngineConfig,
     Generate,
     LoadFailed,
-    LoadModel,
     LoadProgress,
     ModelLoaded,
     ModelUnloaded,
     SamplingParams,
     StepEntry,
     StepRecord,
-    UnloadModel,
     WorkerDied,
     pack_block_state,
 )
-from tests.app.telemetry_scene import STARTED, Clock, Source, block_update, model_info, telemetry
+from tests.app.telemetry_scene import Clock, Source, block_update, engine_on, load_model, model_info, telemetry
 from tests.fake_engine import fake_client
 
 
@@ -47,10 +46,14 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def state(source: Source, clock: Clock) -> TelemetryState:
-    state = TelemetryState(source, clock)
-    source.emit(STARTED)
-    source.emit(ModelLoaded(model_info()))
+def engine(source: Source) -> EngineState:
+    return engine_on(source)
+
+
+@pytest.fixture
+def state(source: Source, engine: EngineState, clock: Clock) -> TelemetryState:
+    state = TelemetryState(source, engine, clock)
+    load_model(source, engine)
     return state
 
 
@@ -60,8 +63,9 @@ changes = st.dictionaries(st.integers(0, 63), st.integers(0, 255), max_size=20)
 @given(updates=st.lists(st.tuples(st.booleans(), changes), max_size=12))
 def test_the_block_map_is_what_the_updates_say_one_after_the_other(updates: list) -> None:
     source = Source()
-    state = TelemetryState(source)
-    source.emit(ModelLoaded(model_info()))
+    engine = engine_on(source)
+    state = TelemetryState(source, engine)
+    load_model(source, engine)
     expected = np.zeros(64, dtype=np.uint8)
     for full, changed in updates:
         source.emit(telemetry(blocks=block_update(64, changed, full)))
@@ -183,63 +187,89 @@ def test_step_records_are_kept_in_order_and_bounded(source: Source, state: Telem
     assert [step.index for step in state.steps] == list(range(1500 - NUM_STEPS_KEPT, 1500))
 
 
-def test_nothing_of_one_model_is_shown_for_the_next(source: Source, state: TelemetryState) -> None:
+def fill(source: Source, state: TelemetryState) -> None:
     step = StepRecord(0, 0.0, 0.01, [])
     source.emit(
         telemetry(steps=[step], ttft=Distribution(1, last=5.0), blocks=block_update(64, {0: 64}), owners={0: "a"})
     )
+    assert not is_empty(state)
+
+
+def is_empty(state: TelemetryState) -> bool:
+    sizes = (len(state.history), len(state.first_tokens), len(state.steps), len(state.block_states))
+    return sizes == (0, 0, 0, 0) and state.latest is None and state.owner_name(0) is None
+
+
+OTHER = EngineConfig(model="/models/other.gguf")
+
+
+def test_nothing_of_one_model_is_shown_for_the_next(source: Source, engine: EngineState, state: TelemetryState) -> None:
+    fill(source, state)
     source.emit(ModelUnloaded())
-    assert state.phase == "no_model"
-    assert state.latest is None and state.model is None and state.owner_name(0) is None
-    assert (len(state.history), len(state.first_tokens), len(state.steps), len(state.block_states)) == (0, 0, 0, 0)
+    assert is_empty(state)
+
+
+def test_a_model_that_takes_the_place_of_another_starts_empty_at_once(
+    source: Source, engine: EngineState, state: TelemetryState
+) -> None:
+    fill(source, state)
+    engine.load(OTHER)
+    assert is_empty(state)
+    source.emit(telemetry(running=1))
+    assert is_empty(state), "the worker may still speak of the model before"
+    source.emit(ModelLoaded(model_info()))
+    fill(source, state)
+
+
+def test_a_failed_load_leaves_no_figures_of_the_model_it_was_to_replace(
+    source: Source, engine: EngineState, state: TelemetryState
+) -> None:
+    fill(source, state)
+    engine.load(OTHER)
+    source.emit(LoadProgress("Reading weights", 1, 2))
+    source.emit(LoadFailed("/models/other.gguf", "no such file"))
+    source.emit(telemetry(running=1))
+    assert engine.status == "no_model"
+    assert is_empty(state)
+
+
+@pytest.mark.parametrize("how", ["death", "restart"])
+def test_figures_go_with_the_worker(source: Source, engine: EngineState, state: TelemetryState, how: str) -> None:
+    fill(source, state)
+    if how == "death":
+        source.emit(WorkerDied("killed", "", -9))
+    else:
+        engine.restart()
+    assert is_empty(state)
+
+
+def test_progress_of_loading_forgets_nothing_twice(source: Source, engine: EngineState, state: TelemetryState) -> None:
+    version = state.blocks_version
+    engine.changed.emit()
+    assert state.blocks_version == version
 
 
 def test_telemetry_without_a_model_is_ignored(source: Source, state: TelemetryState) -> None:
     source.emit(ModelUnloaded())
     source.emit(telemetry(running=1))
-    assert state.latest is None and state.phase == "no_model"
-
-
-def test_phases_follow_the_engine(source: Source, state: TelemetryState) -> None:
-    phases = []
-    state.phase_changed.connect(lambda: phases.append(state.phase))
-    source.emit(ModelUnloaded())
-    source.emit(LoadProgress("Reading weights", 1, 2))
-    assert state.progress is not None
-    source.emit(LoadFailed("x", "no such file"))
-    assert state.progress is None
-    source.emit(LoadProgress("Reading weights", 1, 2))
-    source.emit(ModelLoaded(model_info()))
-    source.emit(WorkerDied("killed", "", -9))
-    source.emit(STARTED)
-    assert phases == ["no_model", "loading", "no_model", "loading", "ready", "dead", "no_model"]
-
-
-def test_a_failed_load_that_unloaded_nothing_keeps_the_figures(source: Source, state: TelemetryState) -> None:
-    source.emit(telemetry(blocks=block_update(64, {0: 64})))
-    source.emit(LoadProgress("Checking", 0, 0))
-    source.emit(LoadFailed("x", "no such file"))
-    assert state.phase == "ready"
-    assert np.flatnonzero(state.block_states).tolist() == [0]
+    assert state.latest is None
 
 
 def test_a_real_worker_process_fills_the_state_through_the_bridge(qtbot: QtBot) -> None:
     client = fake_client(tokens_per_second=400.0, ttft_ms=5.0, repeat=20)
     bridge = Bridge(client)
-    state = TelemetryState(bridge)
+    engine = EngineState(client, bridge)
+    state = TelemetryState(bridge, engine)
     try:
-        client.start()
-        bridge.start()
-        bridge.send(LoadModel(EngineConfig(model="fake")))
-        qtbot.waitUntil(lambda: state.phase == "ready", timeout=10_000)
+        engine.start(EngineConfig(model="fake"))
+        qtbot.waitUntil(lambda: engine.is_ready, timeout=10_000)
         message = ChatMessage("user", "word " * 200)
         bridge.send(Generate("r1", "tab-1", SamplingParams(max_tokens=2000), messages=[message]))
         qtbot.waitUntil(lambda: len(state.first_tokens) == 1 and state.block_counts[BLOCK_ACTIVE] > 3, timeout=10_000)
         assert state.latest is not None and "tab-1" in state.latest.owners.values()
         assert len(state.steps) > 0
-        assert state.worker is not None
-        bridge.send(UnloadModel())
-        qtbot.waitUntil(lambda: state.phase == "no_model", timeout=10_000)
+        engine.unload()
+        qtbot.waitUntil(lambda: engine.status == "no_model", timeout=10_000)
         assert len(state.block_states) == 0
     finally:
         bridge.stop()

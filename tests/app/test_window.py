@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
-from PySide6.QtCore import QSize, Qt
+from PySide6.QtCore import QCoreApplication, QEvent, QSize, Qt
 from PySide6.QtWidgets import QAbstractButton, QLineEdit, QPlainTextEdit, QSlider
 
 from app.application import Application
+from app.panels.sidebar_list import ChatRow
 from app.settings import SettingsFile
-from app.state.records import RunRecord
+from app.state.records import ConversationSummary, RunRecord, SearchResult
 from app.state.session import ChatSession
+from app.state.workspace import Workspace
 from app.window_geometry import available_screens
+from engine.protocol import CountTokens
 from tests.app.app_parts import wait_until
+from tests.app.store_samples import add_chat
 from tests.app.window_parts import open_application
 
 SMALL_SCREEN = QSize(860, 720)  # fits the offscreen platform's screen as far as the smallest window can
@@ -189,6 +196,7 @@ def test_a_deleted_chat_comes_back_from_the_toast(qtbot, tmp_path: Path) -> None
         window, workspace = application.window, application.workspace
         session = current(application)
         session.send("Keep me")
+        assert window.windowTitle() == "Keep me – Kvasir"
         wait_until(lambda: not session.is_generating)
         window.actions_.delete_chat()
         assert session.conversation_id not in [chat.id for chat in workspace.conversations]
@@ -196,6 +204,9 @@ def test_a_deleted_chat_comes_back_from_the_toast(qtbot, tmp_path: Path) -> None
         window.toast.action_button.click()
         assert [chat.title for chat in workspace.conversations] == ["Keep me"]
         assert "Keep me" in [open_session.title for open_session in workspace.sessions]
+        window.actions_.delete_chat()
+        workspace.undo_delete()
+        assert not window.toast.isVisible(), "there is nothing left to undo"
 
 
 def test_a_damaged_settings_file_is_told_and_the_window_opens(qtbot, tmp_path: Path) -> None:
@@ -243,3 +254,125 @@ def test_nothing_is_clipped_or_pushed_out_at_any_size(qtbot, tmp_path: Path, mod
             top_left = part.mapTo(whole, part.rect().topLeft())
             assert whole.rect().contains(part.rect().translated(top_left)), type(part).__name__
         assert window.pages.width() >= 360
+
+
+def test_an_exception_in_another_thread_is_told_on_the_windows_own(qtbot, tmp_path: Path, monkeypatch) -> None:
+    with open_application(tmp_path, ready=False) as application:
+        toast = application.window.toast
+        threads: list[threading.Thread] = []
+        say = toast.say
+        monkeypatch.setattr(toast, "say", lambda *a, **k: (threads.append(threading.current_thread()), say(*a, **k)))
+        worker = threading.Thread(target=application.say_internal_error, args=("OSError: odd",))
+        worker.start()
+        worker.join()
+        assert threads == []
+        wait_until(lambda: threads)
+        assert threads == [threading.main_thread()]
+        assert "OSError: odd" in toast.text.text()
+
+
+def add_long_chat(application: Application, title: str) -> tuple[str, list[int]]:
+    """A stored chat that is not open, far longer than the view; returns its id and those of its messages."""
+    first_id = application.store.new_id()
+    for _ in range(99):
+        application.store.new_id()
+    texts = [f"message {number} " * 30 for number in range(100)]
+    id_ = application.store.write(add_chat(title, texts, first_id)).result(10)
+    application.workspace._summaries[id_] = ConversationSummary(id_, title, 1.0, 100)
+    return id_, list(range(first_id, first_id + 100))
+
+
+def is_in_view(application: Application, message_id: int) -> bool:
+    page = application.window.pages.current_page
+    assert page is not None
+    widget = page.message_list.widget_of(message_id)
+    return widget is not None and 0 <= widget.y() < page.message_list.viewport().height()
+
+
+def test_a_search_result_in_a_chat_that_is_not_open_is_scrolled_to(qtbot, tmp_path: Path) -> None:
+    with open_application(tmp_path, ready=False) as application:
+        id_, message_ids = add_long_chat(application, "Long")
+        sidebar = application.window.sidebar
+        for wanted in (message_ids[10], message_ids[50]):  # not open, then open
+            sidebar._open_result(SearchResult(id_, wanted, "Long", "", (), 1.0))
+            wait_until(lambda: current(application).is_loaded)
+            wait_until(lambda wanted=wanted: is_in_view(application, wanted), 3)
+            qtbot.wait(50)
+            assert is_in_view(application, wanted), "and it stays there"
+
+
+def test_a_search_result_on_a_hidden_branch_of_a_closed_chat_is_scrolled_to(qtbot, tmp_path: Path) -> None:
+    with open_application(tmp_path, tokens_per_second=2000) as application:
+        id_, message_ids = add_long_chat(application, "Long")
+        workspace = application.workspace
+        session = workspace.open(id_)
+        wait_until(lambda: session.is_loaded)
+        assert session.edit_and_resend(message_ids[2], "Another way")
+        wait_until(lambda: not session.is_generating)
+        workspace.close(id_)
+        wait_until(lambda: not workspace._parked)
+        application.window.sidebar._open_result(SearchResult(id_, message_ids[40], "Long", "", (), 1.0))
+        wait_until(lambda: current(application).is_loaded)
+        wait_until(lambda: is_in_view(application, message_ids[40]), 3)
+
+
+def test_a_closed_chat_is_not_kept_in_memory_by_the_window(qtbot, tmp_path: Path) -> None:
+    def use_a_chat(workspace: Workspace) -> weakref.ref[ChatSession]:
+        session = workspace.new_session()
+        session.send("Question")
+        wait_until(lambda: not session.is_generating)
+        workspace.close(session.conversation_id)
+        workspace.open(session.conversation_id)
+        qtbot.wait(400)  # the context's tokens are counted for it
+        workspace.close(session.conversation_id)
+        return weakref.ref(session)
+
+    with open_application(tmp_path, tokens_per_second=2000) as application:
+        workspace = application.workspace
+        gone = use_a_chat(workspace)
+        wait_until(lambda: not workspace._parked)
+        QCoreApplication.sendPostedEvents(None, QEvent.Type.DeferredDelete)  # its page
+        gc.collect()
+        assert gone() is None
+
+
+def test_tabs_and_list_follow_a_chats_title_after_it_was_closed_and_opened(qtbot, tmp_path: Path) -> None:
+    with open_application(tmp_path, tokens_per_second=50, repeat=3) as application:
+        workspace, window = application.workspace, application.window
+        session = workspace.new_session()
+        session.send("Question")
+        id_ = session.conversation_id
+        for _ in range(3):  # its answer is still being written: the same session comes back
+            workspace.close(id_)
+            assert workspace.open(id_) is session
+        session.rename("Better")
+        strip = window.pages.strip
+        assert strip.bar.tabText(strip.index_of(id_)) == "Better"
+        rows = [row for row in window.sidebar.list.rows if isinstance(row, ChatRow)]
+        assert "Better" in [row.title for row in rows]
+
+
+def test_composer_and_meter_show_the_same_count_of_the_context(qtbot, tmp_path: Path) -> None:
+    with open_application(tmp_path, tokens_per_second=200) as application:
+        window, session = application.window, current(application)
+        page = window.pages.current_page
+        assert page is not None
+        commands: list[object] = []
+        send = application.client.send
+        application.client.send = lambda command: (commands.append(command), send(command))[1]  # type: ignore[method-assign]
+
+        def shown() -> tuple[str, str]:
+            return page.composer.counter.toolTip().split(" of ")[0], window.inspector.meter.figure.text().split(" /")[0]
+
+        page.composer.set_text("some words that are typed")
+        wait_until(lambda: shown()[0] == shown()[1] != "")
+        typed = int(shown()[0])
+        assert sum(isinstance(command, CountTokens) for command in commands) == 1, "one count for both"
+        assert session.send("some words that are typed and sent")
+        page.composer.clear()
+        wait_until(lambda: session.messages[-1].text)
+        counts = sum(isinstance(command, CountTokens) for command in commands)
+        wait_until(lambda: not session.is_generating)
+        assert sum(isinstance(command, CountTokens) for command in commands) == counts, "none while it is written"
+        wait_until(lambda: shown()[0] == shown()[1] and int(shown()[0]) > typed)
+        wait_until(lambda: sum(isinstance(command, CountTokens) for command in commands) == counts + 1)

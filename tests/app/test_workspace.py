@@ -56,7 +56,6 @@ def test_tabs_messages_branches_and_settings_are_back_after_a_restart(make_parts
     assert current.params == SamplingParams(temperature=0.25, stop=("END",), logit_bias={5: -1.5})
     assert (current.system_prompt, current.draft) == ("Answer in verse.", "Not sent y")
     assert current.messages[-1].sibling_index == 0 and current.messages[-1].sibling_count == 2
-    assert len(current.branches) == 2
     assert again.ask(current, "And on it goes") == DEFAULT_ANSWER
 
 
@@ -368,3 +367,39 @@ def test_many_chats_are_listed_at_once_and_a_long_one_opens_quickly(
     wait_until(lambda: session.is_loaded, 1.0)
     assert len(session.messages) == 10_000
     assert session.messages[9_999].text.startswith("What")
+
+
+def test_one_chat_that_cannot_be_saved_takes_no_other_with_it(
+    make_parts: MakeParts, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    parts = make_parts()
+    bad, good = parts.workspace.new_session(), parts.workspace.new_session()
+    parts.workspace.flush()
+    wait_until(lambda: parts.store.num_unsaved == 0 and not parts.workspace._is_flushing)
+    bad.apply_preset(Preset("\ud800", SamplingParams()))
+    good.set_draft("kept")
+    parts.workspace.flush()
+    wait_until(lambda: parts.errors)
+    assert "encode" in parts.errors[0]
+    stored = parts.read(lambda db: conversations.load_conversation(db, good.conversation_id))
+    assert stored is not None and stored.record.draft == "kept"
+
+
+def test_a_chat_that_was_named_or_set_up_is_kept_when_its_tab_closes_and_is_listed(make_parts: MakeParts) -> None:
+    parts = make_parts()
+    named, set_up, drafted, empty = (parts.workspace.new_session() for _ in range(4))
+    named.rename("Renamed")
+    set_up.set_system_prompt("Answer in verse.")
+    drafted.set_draft("half a thought")
+    assert [chat.title for chat in parts.workspace.conversations] == ["Renamed"], "the others are only open"
+    kept = {session.conversation_id for session in (named, set_up, drafted)}
+    for session in (named, set_up, drafted, empty):
+        parts.workspace.close(session.conversation_id)
+    assert {chat.id for chat in parts.workspace.conversations} == kept
+    wait_until(lambda: not parts.workspace._parked)
+    again = parts.workspace.open(set_up.conversation_id)
+    wait_until(lambda: again.is_loaded)
+    assert again.system_prompt == "Answer in verse."
+    parts.close()
+    assert {chat.id for chat in make_parts().workspace.conversations} == kept - {set_up.conversation_id}

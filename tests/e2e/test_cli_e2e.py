@@ -59,4 +59,6 @@ def test_a_prompt_longer_than_the_context_is_one_line_of_error() -> None:
 def test_the_doctor_finds_nothing_broken_here() -> None:
     done = kvasir("doctor")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"Kernels in use  {kernel_backend()}" in re.sub(r" {2,}", "  ", done.stdout) and "torch" in done.stdout
+    kernels = re.search(r"CPU kernels +(.+)", done.stdout)
+    assert kernels is not None and ("native ones compute" in kernels[1]) == (kernel_backend() == "cpu")
+    assert "torch" in done.stdout

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from PySide6.QtCore import QCoreApplication, QEvent
 
-from app.application import DATABASE_NAME, Application
+from app.application import Application
 from app.settings import SettingsFile
 from engine.protocol import EngineConfig, SamplingParams
 from tests.app.app_parts import wait_until
@@ -28,7 +28,7 @@ LOAD_TIMEOUT_S = 90.0
 def application(qapp: object, tmp_path: Path, starter_model: Path) -> Iterator[Application]:
     file = SettingsFile(tmp_path / "settings.json")
     file.settings.last_model = EngineConfig(model=str(starter_model), max_context=2048)
-    application = Application(file, tmp_path / DATABASE_NAME)
+    application = Application(file, tmp_path / "kvasir.db")
     application.start()
     yield application
     application.quit()

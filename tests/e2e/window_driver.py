@@ -13,8 +13,9 @@ import time
 import psutil
 from PySide6.QtCore import QEvent, QObject, QTimer
 
-from app.application import DATABASE_NAME, Application, make_qt_application
-from app.settings import SettingsFile, config_folder, data_folder
+from app.application import Application, make_qt_application
+from app.paths import database_path, settings_path
+from app.settings import SettingsFile
 from engine.protocol import SamplingParams
 
 STARTED = psutil.Process().create_time()
@@ -40,7 +41,7 @@ class FirstPaint(QObject):
 def main() -> None:
     number = int(sys.argv[1])
     qt = make_qt_application([])
-    application = Application(SettingsFile(config_folder() / "settings.json"), data_folder() / DATABASE_NAME)
+    application = Application(SettingsFile(settings_path()), database_path())
     first_paint = FirstPaint()
     application.window.installEventFilter(first_paint)
     timer = QTimer()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.assembly import assemble
 from engine.engine import Engine
 from engine.llm import LLM
 from engine.models import LoadedModel
@@ -28,7 +29,7 @@ class Starter:
     def engine(self, **config) -> Engine:
         """A fresh engine over the shared weights, with 64 KV blocks if not told otherwise."""
         config = {"device": "cpu", "num_kv_blocks": 64, **config}
-        return Engine.assemble(EngineConfig(model=str(self.path), **config), self.path, self.loaded, self.tokenizer)
+        return Engine(assemble(EngineConfig(model=str(self.path), **config), self.path, self.loaded, self.tokenizer))
 
     def llm(self, **config) -> LLM:
         return LLM.over(self.engine(**config))

@@ -133,14 +133,6 @@ def test_forgotten_blocks_are_not_found_and_are_taken_first():
     assert pool.num_cached == 0
 
 
-def test_clearing_the_cache_leaves_no_hit():
-    pool = BlockPool(4, 4)
-    let_go(pool, filled(pool, [1] * 8))
-    pool.clear_cache()
-    pool.check_integrity([])
-    assert pool.match_prefix(Request("again", [1] * 9)) == []
-
-
 def test_the_block_map_follows_a_block_through_its_life():
     pool = BlockPool(2, 4)
     assert pool.take_changes() == ([], b"")
@@ -162,7 +154,7 @@ def test_the_block_map_follows_a_block_through_its_life():
     pool.forget_owner(5)
     assert unpack_block_state(pool.take_changes()[1][0]) == (BLOCK_CACHED, 0)
 
-    pool.clear_cache()
+    pool.forget([block_id])
     assert pool.take_changes() == ([block_id], bytes([BLOCK_FREE]))
     assert pool.take_changes() == ([], b"")
 

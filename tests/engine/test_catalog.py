@@ -31,7 +31,7 @@ CONFIG = {
 
 @pytest.fixture(autouse=True)
 def no_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVASIR_MODELS", "HF_HOME", "HF_HUB_CACHE"):
+    for name in ("KVASIR_DATA", "KVASIR_MODELS", "HF_HOME", "HF_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -104,6 +104,31 @@ def test_gguf_files_and_folders_are_found_in_all_places(
     assert described.shape is not None
     assert (described.shape.kv_heads, described.shape.key_dim) == ((2, 2, 2), 16)
     assert resolve("org/name") == snapshot
+
+
+def test_one_variable_moves_the_users_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_DATA", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    write_model(tmp_path / "models" / "moved.gguf")
+    assert one(find_models(), "moved").path == resolve("moved") == tmp_path / "models" / "moved.gguf"
+
+
+def test_a_model_is_described_wherever_it_lies(tmp_path: Path) -> None:
+    write_model(tmp_path / "elsewhere.gguf")
+    entry = catalog.describe_path(tmp_path / "elsewhere.gguf")
+    assert (entry.name, entry.error) == ("elsewhere", None) and entry.max_context > 0
+    assert catalog.describe_path(write_folder(tmp_path / "v1.2")).name == "v1.2"
+    missing = catalog.describe_path(tmp_path / "missing.gguf")
+    assert missing.error is not None and missing.max_context == 0
+
+
+def test_a_path_that_is_no_text_is_an_entry_that_says_so(tmp_path: Path) -> None:
+    try:
+        write_model(tmp_path / "model-\udcff.gguf")
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    (entry,) = (entry for entry in find_models([tmp_path]) if entry.path.parent == tmp_path)
+    assert entry.error is not None and "not valid UTF-8" in entry.error
 
 
 def test_names_are_unique_and_stay_the_same(tmp_path: Path) -> None:

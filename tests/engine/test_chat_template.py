@@ -174,7 +174,8 @@ def test_a_runaway_template_is_stopped(kind: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_runaway_template_is_stopped_in_any_thread_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TIME_LIMIT", 0.2)
-    module.warm_up()
+    honest = ChatTemplate(CHATML)
+    honest.render(chat("u: hi"))  # imports transformers, which takes about a second
     errors: list[BaseException] = []
 
     def render() -> None:
@@ -187,7 +188,6 @@ def test_a_runaway_template_is_stopped_in_any_thread_and_only_there(monkeypatch:
     tracer = sys.gettrace()
     thread = threading.Thread(target=render)
     thread.start()
-    honest = ChatTemplate(CHATML)
     while thread.is_alive():
         assert honest.render(chat("u: hi"), False) == "<|im_start|>user\nhi<|im_end|>\n"
     thread.join()

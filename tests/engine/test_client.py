@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from engine.client import EngineUnavailable, LocalEngineClient
+from engine.client import MAX_BACK_OFF_SECONDS, EngineUnavailable, LocalEngineClient
 from engine.protocol import (
     AnyEvent,
     Cancel,
@@ -41,6 +41,7 @@ from tests.fake_engine import ROOT, fake_client
 E = TypeVar("E", bound=AnyEvent)
 LOAD = LoadModel(config=EngineConfig(model="fake"))
 
+needs_full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals")
 
 
@@ -153,6 +154,16 @@ def test_a_request_id_in_use_is_refused(connect: Callable[..., Session]) -> None
         session.client.send(question())
 
 
+def test_text_that_cannot_be_sent_is_refused_and_leaves_nothing_behind(connect: Callable[..., Session]) -> None:
+    session = connect(text="fine")
+    session.client.send(LOAD)
+    for stop, text in (((), "a\udcff"), (("\udcff",), "a")):
+        with pytest.raises(ValueError, match=r"cannot be sent '\\udcff'"):
+            session.client.send(question("r1", text, stop=stop))
+    session.client.send(question("r1"))
+    assert session.until_type(Finished).finish_reason == "stop"
+
+
 def test_a_failing_load_and_a_failing_request_leave_the_worker_alive(connect: Callable[..., Session]) -> None:
     session = connect(load_error="the file ends too early", errors={"bad": "no such token"})
     session.client.send(LOAD)
@@ -261,6 +272,24 @@ def test_restarts_back_off_when_the_worker_keeps_dying(connect: Callable[..., Se
     assert time.monotonic() - began < 0.9, "close does not wait for the back-off"
 
 
+def test_a_worker_that_stayed_healthy_is_restarted_at_once(
+    connect: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = connect(crash_on={"poison": "exit"})
+    for request_id in ("r1", "r2"):
+        session.client.send(LOAD)
+        session.client.send(question(request_id, "poison"))
+        session.until_type(WorkerDied)
+        session.client.restart()
+    assert session.client.back_off_seconds == 0.5
+    session.until_type(WorkerStarted)
+    session.client.restart()
+    assert session.client.back_off_seconds == 0.5, "too young to be called healthy"
+    monkeypatch.setattr("engine.client.HEALTHY_SECONDS", -MAX_BACK_OFF_SECONDS)
+    session.client.restart()
+    assert session.client.back_off_seconds == 0.0
+
+
 def test_a_missing_python_is_named() -> None:
     client = LocalEngineClient(["/no/such/python", "-m", "engine.worker"])
     client.start()
@@ -340,6 +369,27 @@ def test_error_output_goes_to_the_log_file(tmp_path: Path) -> None:
     client.close()
     assert "a word from the engine" in log.read_text()
     assert "a word from the engine" in client.stderr_tail
+
+
+@needs_full_disk
+def test_a_full_disk_ends_the_log_and_not_the_worker() -> None:
+    client = fake_client(log_path="/dev/full", stderr="a word\n" * 12_000, text="fine")
+    client.start()
+    session = Session(client)
+    client.send(LOAD)
+    client.send(question())
+    assert session.until_type(Finished).finish_reason == "stop"
+    assert "a word\na word\n" in client.stderr_tail
+    client.close()
+
+
+@needs_full_disk
+def test_the_log_of_a_full_disk_says_where_it_ends() -> None:
+    client = fake_client(log_path="/dev/full", stderr="a word")
+    client.start()
+    Session(client).until_type(WorkerStarted)
+    client.close()
+    assert "(the log file ends here: [Errno 28]" in client.stderr_tail
 
 
 def test_a_large_log_file_is_put_aside(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from engine import memory
 from engine.answer import RequestOutput
 from engine.engine import Engine
 from engine.models import LoadCancelled
@@ -18,6 +19,7 @@ from engine.protocol import (
     BLOCK_SHARED,
     EngineConfig,
     SamplingParams,
+    Telemetry,
     decode_event,
     encode,
     unpack_block_state,
@@ -60,6 +62,10 @@ def run(engine: Engine, max_steps: int = 200) -> dict[str, RequestOutput]:
             last[output.request_id] = output
         engine.check_integrity()
     raise AssertionError("still working")
+
+
+def telemetry_of(engine: Engine) -> Telemetry:
+    return engine.telemetry(memory.measure_ram(engine.memory_parts()))
 
 
 class SpoilingRunner:
@@ -105,6 +111,27 @@ def test_an_exception_in_a_step_fails_its_requests_and_leaves_the_engine_usable(
     after = run(engine)["after"]
     assert after.finish_reason == "length" and after.metrics is not None
     assert after.metrics.cached_tokens == 0, "blocks of a failed step must not be offered"
+
+
+def test_tokens_beyond_the_tokenizers_vocabulary_disturb_nobody(engine):
+    """The weights of the model have 49152 rows; a tokenizer may know fewer tokens."""
+    engine._vocab_size = 49000
+    prompt = engine.tokenizer.encode("The sky is")
+    engine.add_request("alone", prompt, GREEDY)
+    alone = run(engine)["alone"]
+    for params, place in (
+        (SamplingParams(logit_bias={49100: 5.0}), "logit_bias"),
+        (SamplingParams(stop_token_ids=(49100,)), "stop_token"),
+    ):
+        with pytest.raises(ValueError, match=rf"49100 in {place}.* \(0 to 48999\)"):
+            engine.add_request("bad", prompt, params)
+    padded = SamplingParams(temperature=0.0, max_tokens=4, min_tokens=4, repetition_penalty=1.3)
+    engine.add_request("padded", [49100, *prompt], padded)
+    engine._answers["padded"]._ending_token_ids += (49101,)
+    engine.add_request("good", prompt, GREEDY)
+    outputs = run(engine)
+    assert outputs["padded"].finish_reason == "length" and len(outputs["padded"].token_ids) == 4
+    assert outputs["good"].token_ids == alone.token_ids
 
 
 def test_cancelling_ends_a_request_before_the_next_step_and_keeps_its_text(engine):
@@ -208,7 +235,23 @@ def test_a_request_that_cannot_be_is_refused_with_the_reason(engine, token_ids, 
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("params", [{"max_tokens": None}, {"max_tokens": 1000, "overflow": "stop_at_limit"}])
+def test_an_answer_is_cut_to_the_cache_as_to_the_context_and_its_least_length_with_it(starter):
+    engine = starter.engine(num_kv_blocks=4)
+    added = engine.add_request("long", [1] * 40, SamplingParams(max_tokens=500, min_tokens=400))
+    assert added.max_tokens == 25
+    assert len(run(engine)["long"].token_ids) == 25
+    with pytest.raises(ValueError, match="lower max_tokens to at most 15"):
+        engine.add_request("longer", [1] * 50, SamplingParams(max_tokens=500))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_tokens": None},
+        {"max_tokens": 1000, "overflow": "stop_at_limit"},
+        {"max_tokens": 1000, "overflow": "drop_oldest"},
+    ],
+)
 def test_an_answer_without_a_limit_of_its_own_ends_where_the_cache_does(starter, params):
     engine = starter.engine(num_kv_blocks=4)
     added = engine.add_request("long", [1] * 50, SamplingParams(ignore_eos=True, **params))
@@ -243,7 +286,7 @@ def test_a_drawn_seed_reproduces_the_answer_alone_and_in_company(engine):
 
 
 def test_telemetry_tells_the_story_of_a_shared_prefix(engine):
-    first = engine.telemetry()
+    first = telemetry_of(engine)
     assert first.blocks.full and not first.blocks.block_ids and first.steps == []
     prompt = engine.tokenizer.encode("a b c d e f g h i j k l m n o p q r s t u v w x y z")
     assert len(prompt) > 16
@@ -252,7 +295,7 @@ def test_telemetry_tells_the_story_of_a_shared_prefix(engine):
     engine.step()
     engine.add_request("two", prompt, long, owner="tab B")
     engine.step()
-    figures = engine.telemetry()
+    figures = telemetry_of(engine)
     assert not figures.blocks.full
     assert set(figures.owners.values()) == {"tab A", "tab B"}
     states = [unpack_block_state(state) for _, state in unpack_block_update(figures.blocks)]
@@ -271,18 +314,26 @@ def test_telemetry_tells_the_story_of_a_shared_prefix(engine):
     for name in ("one", "two"):
         engine.cancel(name)
     engine.step()
-    after = engine.telemetry()
+    after = telemetry_of(engine)
     kinds = {unpack_block_state(state)[0] for _, state in unpack_block_update(after.blocks)}
     assert BLOCK_CACHED in kinds and BLOCK_ACTIVE not in kinds
     assert after.kv_blocks_used == 0 and after.kv_blocks_cached == len(prompt) // 16
 
 
-def test_telemetry_travels_down_the_pipe(engine):
-    from engine import memory
+def test_the_last_token_of_a_prompt_computed_alone_is_prefill(engine):
+    prompt = list(range(17))
+    for name in ("first", "again"):
+        engine.add_request(name, prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+        run(engine)
+    steps = [[(e.prefill_tokens, e.decode_tokens) for e in step.entries] for step in telemetry_of(engine).steps]
+    assert steps == [[(17, 0)], [(0, 1)], [(1, 0)], [(0, 1)]]
+    assert (engine.metrics.num_prefill_tokens, engine.metrics.num_decode_tokens) == (18, 2)
 
+
+def test_telemetry_travels_down_the_pipe(engine):
     engine.add_request("one", [1, 2, 3], GREEDY, owner="tab")
     run(engine)
-    event = engine.telemetry().to_telemetry(memory.measure_ram(engine.memory_parts()))
+    event = telemetry_of(engine)
     assert decode_event(encode(event)) == event
     assert event.memory.weights == engine.info.weight_bytes
     assert event.memory.kv_cache == 64 * 16 * engine.info.kv_bytes_per_token
@@ -294,7 +345,7 @@ def test_owner_slots_are_reused_and_their_old_blocks_lose_the_colour(engine):
     for index in range(64):
         engine.add_request(f"r{index}", [index, *prompt], one, owner=f"tab {index}")
         engine.cancel(f"r{index}")
-    assert len(engine.telemetry().owners) == 63
+    assert len(telemetry_of(engine).owners) == 63
 
 
 @pytest.mark.parametrize(

@@ -76,14 +76,14 @@ def test_tokens_are_the_same_in_a_batch_of_eight(reference, prompts, expected, c
     llm = reference.llm(max_num_seqs=8, num_kv_blocks=128)
     check_after_each_step(llm.engine)
     assert [c.token_ids for c in llm.generate(prompts[2:], GREEDY)] == expected[2:]
-    assert max(len(step.entries) for step in llm.engine.telemetry().steps) == 8
+    assert max(len(step.entries) for step in llm.engine.metrics.take_step_records()) == 8
 
 
 def test_tokens_are_the_same_with_prefill_chunks_of_sixteen(reference, prompts, expected, check_after_each_step):
     llm = reference.llm(max_batched_tokens=16, max_num_seqs=10, block_size=5, num_kv_blocks=256)
     check_after_each_step(llm.engine)
     assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == expected
-    assert all(entry.prefill_tokens <= 16 for step in llm.engine.telemetry().steps for entry in step.entries)
+    assert all(entry.prefill_tokens <= 16 for step in llm.engine.metrics.take_step_records() for entry in step.entries)
 
 
 def test_tokens_are_the_same_with_prefix_cache_hits(reference, prompts, expected, check_after_each_step):

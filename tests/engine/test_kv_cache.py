@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kv_cache import KVCache, kv_cache_dtype
+from engine.kv_cache import KVCache, NativeKVCache, kv_bytes_per_token, kv_cache_dtype
 from engine.models.config import ModelConfig, RopeConfig
 
 CONFIG = ModelConfig(
@@ -27,15 +27,7 @@ CONFIG = ModelConfig(
 def test_its_size_is_layers_times_tokens_times_two_times_width(dtype, width):
     cache = KVCache(CONFIG, num_blocks=5, block_size=16, dtype=dtype, device=torch.device("cpu"))
     assert cache.nbytes == 2 * (5 * 16) * 2 * (3 * 8) * width
-    assert cache.keys(1).shape == cache.values(1).shape == (5, 16, 3, 8)
-
-
-def test_keys_and_values_are_views_of_one_block():
-    cache = KVCache(CONFIG, 2, 4, torch.float32, torch.device("cpu"))
-    cache.keys(0)[1, 2] = 1.0
-    cache.values(0)[1, 2] = 2.0
-    assert cache.layers[0][1, 2].mean(dim=(1, 2)).tolist() == [1.0, 2.0]
-    assert not cache.layers[1].any()
+    assert cache.layers[1].shape == (5, 16, 2, 3, 8)
 
 
 def test_an_empty_cache_is_refused():
@@ -43,8 +35,13 @@ def test_an_empty_cache_is_refused():
         KVCache(CONFIG, 0, 16, torch.float32, torch.device("cpu"))
 
 
-def test_auto_keeps_the_models_dtype_and_int8_is_refused_by_name():
+def test_auto_keeps_the_models_dtype():
     assert kv_cache_dtype("auto", torch.bfloat16) == torch.bfloat16
     assert kv_cache_dtype("fp16", torch.float32) == torch.float16
-    with pytest.raises(ValueError, match="int8"):
-        kv_cache_dtype("int8", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_both_kinds_of_cache_take_the_bytes_a_token_is_said_to_take(dtype):
+    expected = 5 * 16 * kv_bytes_per_token(CONFIG, dtype)
+    assert KVCache(CONFIG, 5, 16, dtype, torch.device("cpu")).nbytes == expected
+    assert NativeKVCache(CONFIG, 5, 16, dtype).nbytes == expected

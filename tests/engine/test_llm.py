@@ -74,6 +74,38 @@ def test_a_stream_that_is_let_go_is_cancelled(llm):
     assert llm.stats()["running"] == 0 and llm.stats()["kv_blocks_used"] == 0
 
 
+def test_streams_are_read_in_turn_with_other_calls_between(llm):
+    whole = [llm.generate(prompt, GREEDY)[0] for prompt in ("The sun is", "The moon is", "The sea is")]
+    one, two = llm.stream("The sun is", GREEDY), llm.stream("The moon is", GREEDY)
+    pieces = {one: [next(one)], two: [next(two), next(two)]}
+    assert llm.generate("The sea is", GREEDY)[0].token_ids == whole[2].token_ids
+    for stream in (one, two):
+        pieces[stream] += stream
+        assert list(stream) == []
+    for stream, expected in zip((one, two), whole):
+        assert [token for piece in pieces[stream] for token in piece.token_ids] == expected.token_ids
+        assert "".join(piece.text for piece in pieces[stream]) == expected.text
+
+
+def test_a_stream_nobody_reads_is_cancelled_when_it_is_let_go(llm):
+    stream = llm.stream("The sun is", SamplingParams(max_tokens=100, ignore_eos=True))
+    llm.generate("The moon is", GREEDY)
+    assert llm.stats()["running"] == 1
+    del stream
+    assert llm.stats()["running"] == llm.stats()["kv_blocks_used"] == 0
+
+
+def test_a_chat_fits_a_cache_smaller_than_the_context(starter):
+    llm = starter.llm(num_kv_blocks=8)  # 128 tokens of a context of 8192
+    question = {"role": "user", "content": "Name three fruits."}
+    (answer,) = llm.chat([question], SamplingParams(temperature=0.0, max_tokens=None, min_tokens=300))
+    assert answer.metrics is not None and answer.finish_reason == "length"
+    assert answer.metrics.prompt_tokens + answer.metrics.output_tokens == 8 * 16 + 1
+    past = [{"role": role, "content": "word " * 20} for _ in range(4) for role in ("user", "assistant")]
+    (answer,) = llm.chat([*past, question], SamplingParams(temperature=0.0, max_tokens=24, overflow="drop_oldest"))
+    assert answer.metrics is not None and answer.metrics.prompt_tokens <= 8 * 16 + 1 - 24
+
+
 def test_logits_agree_with_what_is_generated_and_do_not_depend_on_chunks(starter, llm):
     ids = llm.engine.tokenizer.encode("The quick brown fox jumps over the lazy dog. The quick brown fox")
     logits = llm.logits(ids)
@@ -101,7 +133,7 @@ def test_logprobs_come_with_the_text_of_their_tokens(llm):
 
 def test_a_refused_prompt_leaves_nothing_behind(llm):
     with pytest.raises(ValueError, match="max_tokens"):
-        llm.generate(["fine", "too long"], SamplingParams(max_tokens=5000))
+        llm.generate([[1], [1] * 1000], SamplingParams(max_tokens=5000))
     assert llm.stats()["waiting"] == llm.stats()["running"] == 0
 
 

@@ -16,15 +16,17 @@ from engine import memory
 from engine.catalog import find_models
 from engine.memory import (
     DeviceMemory,
-    MemoryEstimate,
     ModelShape,
     NoGPU,
     WorkerParts,
+    cpu_formats,
     estimate,
+    fit_model,
     fits,
     format_bytes,
     kv_bytes_per_token,
     measure_ram,
+    planned_kv_tokens,
     weight_bytes,
 )
 from engine.protocol import MemoryBreakdown
@@ -66,46 +68,90 @@ def test_weights_are_as_packed_as_the_path_keeps_them() -> None:
 def test_an_estimate_adds_up_and_follows_its_arguments() -> None:
     whole = estimate(LLAMA_3_8B, "VRAM", kv_dtype="fp16")
     assert whole.total == whole.weights + whole.kv_cache + whole.workspace + whole.runtime
-    assert whole.kv_cache == 8192 * 131_072 == GIB
-    assert estimate(LLAMA_3_8B, "VRAM", context=4096).kv_cache == GIB // 2
-    wider = estimate(LLAMA_3_8B, "VRAM", max_batched_tokens=2048, max_num_seqs=16)
-    assert wider.workspace > whole.workspace
+    assert whole.kv_cache == 16384 * 131_072 == 2 * GIB
+    assert estimate(LLAMA_3_8B, "VRAM", max_context=4096, max_num_seqs=1).kv_cache == GIB // 2
+    assert estimate(LLAMA_3_8B, "VRAM", max_num_seqs=16).workspace > whole.workspace
+    assert estimate(LLAMA_3_8B, "RAM").workspace < whole.workspace, "a CPU takes smaller steps"
     assert estimate(LLAMA_3_8B, "RAM", weights_held_as="fp32").weights == 4 * LLAMA_3_8B.num_parameters
 
 
+@pytest.mark.parametrize(
+    ("max_context", "max_num_seqs", "tokens"),
+    [(8192, 8, 16384), (8192, 1, 8192), (1024, 8, 8192), (131_072, 8, 131_072), (512, 64, 16384)],
+)
+def test_a_cache_holds_one_full_context_and_several_usual_chats(
+    max_context: int, max_num_seqs: int, tokens: int
+) -> None:
+    assert planned_kv_tokens(max_context, max_num_seqs) == tokens
+
+
+def vram_of(free: int) -> DeviceMemory:
+    return DeviceMemory("VRAM", "GPU", 24 * GIB, free)
+
+
 def test_what_fits_is_said_with_the_figures() -> None:
-    needed = estimate(LLAMA_3_8B, "VRAM", kv_dtype="fp16")
-    roomy = fits(needed, DeviceMemory("VRAM", "GPU", 24 * GIB, 23 * GIB))
-    assert roomy.fits
-    assert roomy.message == f"fits: needs {format_bytes(needed.total)} of 23.0 GiB VRAM free"
+    wanted = estimate(LLAMA_3_8B, "VRAM", kv_dtype="fp16")
+    roomy = fits(wanted, vram_of(23 * GIB))
+    assert (roomy.fits, roomy.needed) == (True, wanted.total)
+    assert roomy.message == f"fits: needs {format_bytes(wanted.total)} of 23.0 GiB VRAM free"
     assert roomy.largest_context > 8192
 
 
+def test_a_smaller_cache_than_planned_fits_while_one_chat_has_room() -> None:
+    wanted = estimate(LLAMA_3_8B, "VRAM", kv_dtype="fp16")
+    tight = fits(wanted, vram_of(wanted.total - GIB // 2))
+    assert tight.fits
+    assert 8192 <= tight.largest_context < wanted.kv_tokens
+    assert tight.needed < wanted.total
+
+
 def test_the_largest_context_that_fits_is_exact() -> None:
-    needed = estimate(LLAMA_3_8B, "VRAM", kv_dtype="fp16")
-    tight = fits(needed, DeviceMemory("VRAM", "GPU", 24 * GIB, needed.total - GIB // 2))
+    wanted = estimate(LLAMA_3_8B, "VRAM", kv_dtype="fp16")
+    tight = fits(wanted, vram_of(wanted.total - 3 * GIB // 2))
     assert not tight.fits
     assert 0 < tight.largest_context < 8192
     assert f"context of {tight.largest_context} tokens at most" in tight.message
     for context, expected in ((tight.largest_context, True), (tight.largest_context + 1, False)):
-        again = estimate(LLAMA_3_8B, "VRAM", kv_dtype="fp16", context=context)
-        assert fits(again, DeviceMemory("VRAM", "GPU", 24 * GIB, tight.available)).fits is expected
+        again = estimate(LLAMA_3_8B, "VRAM", kv_dtype="fp16", max_context=context)
+        assert fits(again, vram_of(tight.available)).fits is expected
+
+
+def test_a_cache_in_ram_takes_a_share_of_what_the_weights_leave() -> None:
+    wanted = estimate(LLAMA_3_8B, "RAM", max_num_seqs=1)
+    without_cache = wanted.weights + wanted.runtime
+    for free, expected in ((without_cache + 4 * GIB, True), (without_cache + 4 * GIB - (1 << 20), False)):
+        assert fits(wanted, DeviceMemory("RAM", "system memory", 64 * GIB, free)).fits is expected
 
 
 def test_what_does_not_fit_at_all_says_so() -> None:
-    needed = estimate(LLAMA_3_8B, "VRAM")
-    answer = fits(needed, DeviceMemory("VRAM", "GPU", 8 * GIB, 7 * GIB))
+    wanted = estimate(LLAMA_3_8B, "VRAM")
+    answer = fits(wanted, vram_of(7 * GIB))
     assert (answer.fits, answer.largest_context) == (False, 0)
-    assert answer.message == f"does not fit: needs {format_bytes(needed.total)}, 7.00 GiB VRAM free"
-    assert fits(MemoryEstimate(1, 1, 1, 1, 1), DeviceMemory("RAM", "x", 10, 10), reserve=7).fits is False
+    assert answer.message == f"does not fit: needs {format_bytes(wanted.total)}, 7.00 GiB VRAM free"
+
+
+def test_a_model_is_weighed_as_this_machine_will_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ram = DeviceMemory("RAM", "system memory", 1 << 50, 1 << 50)
+    monkeypatch.setenv("KVASIR_KERNELS", "reference")
+    reference = fit_model(LLAMA_3_8B, ram).needed
+    assert reference == estimate(LLAMA_3_8B, "RAM", weights_held_as="fp32", kv_dtype="fp32").total
+    monkeypatch.setenv("KVASIR_KERNELS", "cpu")
+    weights, kv_cache = cpu_formats()
+    assert fit_model(LLAMA_3_8B, ram).needed == (
+        estimate(LLAMA_3_8B, "RAM", weights_held_as=weights, kv_dtype=kv_cache).total
+    )
+    assert fit_model(LLAMA_3_8B, DeviceMemory("VRAM", "GPU", 1 << 50, 1 << 50)).needed == (
+        estimate(LLAMA_3_8B, "VRAM", weights_held_as="stored", kv_dtype="fp16").total
+    )
 
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (98_362_432, "93.8 MiB"), (5 * GIB, "5.00 GiB"),
-     (1 << 40, "1.00 TiB"), (5000 << 40, "5000.00 TiB")],
+    [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1536, "1.50 KiB"), (98_362_432, "93.8 MiB"),
+     (842 << 20, "842 MiB"), (999.7 * (1 << 20), "0.98 GiB"), (5 * GIB, "5.00 GiB"), (80 * GIB, "80.0 GiB"),
+     (1 << 40, "1.00 TiB"), (5000 << 40, "5,000 TiB")],
 )  # fmt: skip
-def test_sizes_are_written_for_people(size: int, text: str) -> None:
+def test_sizes_have_three_figures_and_a_binary_unit(size: float, text: str) -> None:
     assert format_bytes(size) == text
 
 
@@ -128,20 +174,20 @@ def test_parts_add_up_to_the_total_whatever_the_counters_say(
     total: int, free: int, weights: int, kv_cache: int, workspace: int, resident: int
 ) -> None:
     device = DeviceMemory("RAM", "x", total, free)
-    breakdown = memory._break_down(device, WorkerParts(weights, kv_cache, workspace), resident)
+    breakdown = memory.break_down(device, WorkerParts(weights, kv_cache, workspace), resident)
     assert sum(parts_of(breakdown)) == breakdown.total == total
     assert min(parts_of(breakdown)) >= 0
 
 
 def test_a_breakdown_puts_each_byte_where_it_belongs() -> None:
     device = DeviceMemory("RAM", "x", total=1000, free=500)
-    breakdown = memory._break_down(device, WorkerParts(weights=100, kv_cache=50, workspace=20), resident=250)
+    breakdown = memory.break_down(device, WorkerParts(weights=100, kv_cache=50, workspace=20), resident=250)
     assert parts_of(breakdown) == [100, 50, 20, 80, 250, 500]
 
 
 def test_reserved_but_untouched_memory_is_not_shown_as_free() -> None:
     device = DeviceMemory("RAM", "x", total=1000, free=800)
-    breakdown = memory._break_down(device, WorkerParts(weights=100, kv_cache=300), resident=150)
+    breakdown = memory.break_down(device, WorkerParts(weights=100, kv_cache=300), resident=150)
     assert parts_of(breakdown) == [100, 300, 0, 0, 50, 550]
 
 

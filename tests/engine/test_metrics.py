@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from engine.metrics import BUCKET_BOUNDS_MS, WINDOW_S, LatencyWindow, Metrics, request_metrics
+from engine.metrics import BUCKET_BOUNDS_MS, MAX_SAMPLES, WINDOW_S, LatencyWindow, Metrics, request_metrics
 from engine.owners import OwnerSlots
 from engine.protocol import NUM_OWNER_SLOTS, StepEntry
 from engine.request import Request
@@ -40,6 +40,20 @@ def test_an_empty_window_has_no_percentiles_and_old_latencies_leave_it():
     window.add(WINDOW_S, 5.0)
     assert window.distribution(WINDOW_S + 1).p99 == 5.0
     assert window.distribution(3 * WINDOW_S).count == 0
+
+
+def test_a_full_window_forgets_its_oldest_and_keeps_its_figures_right():
+    window = LatencyWindow()
+    values = np.random.default_rng(1).integers(0, 50, MAX_SAMPLES + 300).astype(float)
+    for index, value in enumerate(values):
+        window.add(index * 0.01, value)
+    kept = values[-MAX_SAMPLES:]
+    result = window.distribution(40.0)
+    assert result.count == MAX_SAMPLES and sum(result.bucket_counts) == MAX_SAMPLES
+    assert (result.p50, result.p99) == tuple(np.quantile(kept, [0.5, 0.99], method="inverted_cdf"))
+    left = kept[-100:]
+    later = window.distribution((len(values) - 100) * 0.01 + WINDOW_S)
+    assert later.count == 100 and later.p95 == np.quantile(left, 0.95, method="inverted_cdf")
 
 
 def test_rates_cover_the_last_second():

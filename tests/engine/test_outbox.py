@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from engine.outbox import Outbox
 from engine.protocol import (
     BLOCK_ACTIVE,
@@ -12,6 +14,7 @@ from engine.protocol import (
     Delta,
     Distribution,
     Finished,
+    LoadFailed,
     MemoryBreakdown,
     StepRecord,
     Telemetry,
@@ -119,6 +122,30 @@ def test_a_broken_pipe_is_survived() -> None:
     outbox.put(delta("a", 1))
     outbox.close(5)
     outbox.put(delta("a", 2))
+
+
+def test_text_that_is_no_utf8_is_sent_with_question_marks_and_what_follows_arrives() -> None:
+    pipe = SlowPipe()
+    outbox = Outbox(pipe.send_bytes)
+    outbox.put(LoadFailed(model="\udcff.gguf", message="'\udcff.gguf': no such file"))
+    outbox.put(Finished(request_id="a", finish_reason="stop"))
+    outbox.close(5)
+    failed, finished = pipe.received
+    assert failed == LoadFailed(model="?.gguf", message="'?.gguf': no such file")
+    assert finished == Finished(request_id="a", finish_reason="stop")
+
+
+def test_a_sender_that_fails_does_not_fail_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(data: bytes) -> None:
+        raise RuntimeError("no way out")
+
+    failed = threading.Event()
+    outbox = Outbox(fails, on_failure=failed.set)
+    outbox.put(delta("a", 1))
+    assert failed.wait(5)
+    outbox.put(delta("a", 2))
+    outbox.close(5)
+    assert "RuntimeError: no way out" in capsys.readouterr().err
 
 
 def test_merging_keeps_the_last_state_of_each_block_and_full_resets() -> None:

@@ -28,7 +28,7 @@ def test_a_prompt_is_the_rendered_template(starter: Tokenizer) -> None:
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
     assert prompt.token_ids.count(1) == 3
-    assert (prompt.max_tokens, prompt.dropped_messages) == (64, 0)
+    assert prompt.dropped_messages == 0
 
 
 def test_text_that_looks_like_special_tokens_stays_text(starter: Tokenizer) -> None:
@@ -78,10 +78,9 @@ def test_an_empty_conversation_is_refused(starter: Tokenizer) -> None:
 LONG = ["s: be brief", *[f"{role}: number {n} " + "word " * 20 for n in range(10) for role in "ua"], "u: last question"]
 
 
-def test_refuse_names_the_sizes_and_what_would_help(starter: Tokenizer) -> None:
-    size = len(encode_chat(starter, chat(*LONG)))
-    with pytest.raises(PromptError, match=rf"takes {size} tokens .* context holds 256\. Shorten it, .*larger context"):
-        build_prompt(starter, chat(*LONG), 256, 64, "refuse")
+def test_refuse_names_the_sizes_and_what_would_help() -> None:
+    with pytest.raises(PromptError, match=r"takes 300 tokens .* context holds 256\. Shorten it, .*larger context"):
+        fit_tokens(300, 256, 64, "refuse")
 
 
 def test_refuse_needs_the_room_asked_for_up_to_a_quarter_of_the_context() -> None:
@@ -99,9 +98,10 @@ def test_refuse_needs_the_room_asked_for_up_to_a_quarter_of_the_context() -> Non
 def test_stop_at_limit_lets_the_answer_end_with_the_context(starter: Tokenizer) -> None:
     size = len(encode_chat(starter, chat(*LONG)))
     prompt = build_prompt(starter, chat(*LONG), size + 3, 64, "stop_at_limit")
-    assert (len(prompt.token_ids), prompt.max_tokens, prompt.dropped) == (size, 3, ())
+    assert (len(prompt.token_ids), prompt.dropped) == (size, ())
+    assert fit_tokens(size, size + 3, 64, "stop_at_limit") == 3
     with pytest.raises(PromptError, match="needs room for 1"):
-        build_prompt(starter, chat(*LONG), size, 64, "stop_at_limit")
+        fit_tokens(size, size, 64, "stop_at_limit")
 
 
 def test_drop_oldest_drops_whole_turns_never_the_system_prompt(starter: Tokenizer) -> None:
@@ -124,11 +124,12 @@ def test_drop_oldest_drops_nothing_that_fits(starter: Tokenizer) -> None:
 
 def test_drop_oldest_never_cuts_the_last_question(starter: Tokenizer) -> None:
     messages = chat("s: be brief", "u: old", "a: older", "u: " + "long " * 300)
+    short = build_prompt(starter, messages, 256, 64, "drop_oldest")
     with pytest.raises(PromptError, match="the last message alone is too long"):
-        build_prompt(starter, messages, 256, 64, "drop_oldest")
+        fit_tokens(len(short.token_ids), 256, 64, "drop_oldest")
     close = build_prompt(starter, messages, 330, 64, "drop_oldest")
-    assert close.dropped_messages == 2
-    assert close.max_tokens == 330 - len(close.token_ids) < 64
+    assert close.dropped_messages == 2 and close.token_ids == short.token_ids
+    assert fit_tokens(len(close.token_ids), 330, 64, "drop_oldest") == 330 - len(close.token_ids) < 64
 
 
 def test_drop_oldest_suits_a_template_that_insists_on_alternation(tmp_path: Path) -> None:
@@ -153,13 +154,14 @@ def test_whatever_comes_out_fits_and_nothing_is_lost_unrecorded(
     starter: Tokenizer, roles: list[str], max_context: int, max_tokens: int | None, policy: OverflowPolicy
 ) -> None:
     messages = chat(*[f"{role}: word {index}" for index, role in enumerate(roles)])
+    prompt = build_prompt(starter, messages, max_context, max_tokens, policy)
     try:
-        prompt = build_prompt(starter, messages, max_context, max_tokens, policy)
+        room = fit_tokens(len(prompt.token_ids), max_context, max_tokens, policy)
     except PromptError as error:
         assert str(max_context) in str(error)
-        return
-    assert 1 <= prompt.max_tokens <= max_context - len(prompt.token_ids)
-    assert max_tokens is None or prompt.max_tokens <= max_tokens
+    else:
+        assert 1 <= room <= max_context - len(prompt.token_ids)
+        assert max_tokens is None or room <= max_tokens
     assert policy == "drop_oldest" or prompt.dropped == ()
     kept: list[ChatMessage] = [message for message in messages if message not in prompt.dropped]
     assert prompt.token_ids == encode_chat(starter, kept)

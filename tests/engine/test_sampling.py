@@ -222,6 +222,20 @@ def test_padded_vocabulary_is_never_drawn():
     assert max(t for t in sample(logits, rows, vocab_size=5).token_ids if t is not None) < 5
 
 
+def test_tokens_in_the_padding_of_the_vocabulary_are_left_out_of_penalties_and_forbidden_ends():
+    def penalised(*extra: int) -> SamplingRow:
+        own = row(temperature=1.0, repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=0.5)
+        own.counts = counts([1, *extra], [2, 2, *extra])
+        own.forbidden_token_ids = (0, *extra)
+        return own
+
+    logits = torch.randn(1, 8, generator=torch.Generator().manual_seed(3))
+    expected = logits_to_probs(logits.clone(), [penalised()], vocab_size=5)
+    adjusted = logits.clone()
+    assert torch.equal(logits_to_probs(adjusted, [penalised(5, 7)], vocab_size=5), expected)
+    assert torch.equal(adjusted[:, 5:], logits[:, 5:])
+
+
 def test_a_bad_row_yields_no_token_and_leaves_the_others_alone():
     good = [row(seed=seed, temperature=seed % 2, top_p=0.9) for seed in range(5)]
     alone = sample(torch.tensor([FIXED_LOGITS] * 5), good).token_ids

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
+import torch
 
+from engine import memory
 from engine.client import LocalEngineClient, worker_command
 from engine.protocol import (
     Accepted,
@@ -38,6 +40,7 @@ from engine.protocol import (
     WorkerStarted,
 )
 from engine.telemetry import unpack_block_update
+from engine.worker import measure_memory
 from kernels.ops import kernel_backend
 from tests.fake_engine import ROOT
 
@@ -184,7 +187,7 @@ def test_cancelling_at_once_or_twice_gives_one_finished(engine: Engine) -> None:
         ({"token_ids": []}, "empty"),
         ({"prompt": "a", "token_ids": [1]}, "exactly one of messages, prompt and token_ids"),
         ({}, "exactly one of messages, prompt and token_ids"),
-        ({"prompt": "word " * 3000, "max_tokens": 2048}, "block"),
+        ({"prompt": "word " * 3500, "max_tokens": 2048}, "block"),
     ],
 )
 def test_a_request_that_cannot_be_answered_says_why_and_harms_nobody(
@@ -295,6 +298,44 @@ def test_started_by_hand_it_says_what_it_is() -> None:
     )
     assert done.returncode == 1
     assert "is started by Kvasir" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_prompt_prepared_for_a_model_that_is_replaced_meanwhile_is_cancelled(starter_model: Path) -> None:
+    code = """
+        import time
+        from engine import intake, worker
+        prepare = intake.prepare
+        def slow(command, *arguments):
+            prepared = prepare(command, *arguments)
+            time.sleep(1.0 if command.prompt == "slow" else 0.0)
+            return prepared
+        intake.prepare = slow
+        worker.main()
+    """
+    client = LocalEngineClient([sys.executable, "-P", "-c", textwrap.dedent(code)])
+    client.start()
+    engine = Engine(client)
+    load = LoadModel(config=EngineConfig(model=str(starter_model), num_kv_blocks=16))
+    client.send(load)
+    engine.until_type(ModelLoaded)
+    slow = engine.ask(prompt="slow", max_tokens=4)
+    client.send(load)
+    after = engine.ask(prompt="after", max_tokens=4, ignore_eos=True)
+    assert engine.until_type(Finished, after).finish_reason == "length"
+    assert [event.finish_reason for event in engine.of(Finished, slow)] == ["cancelled"]
+    assert not engine.of(Accepted, slow)
+    client.close()
+
+
+def test_a_gpu_that_the_driver_library_cannot_read_is_still_measured_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "vram", lambda device=0: memory.NoGPU("not today"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 250)
+    measured = measure_memory(memory.WorkerParts(weights=100, kv_cache=80, workspace=20), "cuda:0")
+    assert (measured.kind, measured.total, measured.free) == ("VRAM", 1000, 600)
+    assert (measured.weights, measured.kv_cache, measured.workspace) == (100, 80, 20)
+    assert (measured.runtime, measured.other) == (50, 150)
 
 
 def test_kernels_that_cannot_run_are_an_error_and_no_silent_fallback() -> None:

@@ -20,11 +20,12 @@ TEMPLATE = (
 def write_model(path: Path, **changes: Any) -> Path:
     """A whole, tiny llama file: 2 layers, 4 heads over 2 KV heads of 8, byte vocabulary, ChatML template.
 
-    `changes` replace values: pre, model, bos, add_bos, template, tokens, types, merges, extra (more integers by key).
+    `changes` replace values: context, pre, model, bos, add_bos, template, tokens, types, merges, extra (more
+    integers by key).
     """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(2)
-    writer.add_context_length(256)
+    writer.add_context_length(changes.get("context", 256))
     writer.add_embedding_length(32)
     writer.add_feed_forward_length(64)
     writer.add_head_count(4)

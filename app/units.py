@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 NO_VALUE = "–"
 
 
@@ -20,14 +19,12 @@ def three_figures(value: float, *, keep_zeros: bool = False) -> str:
     return f"{value:,.0f}"
 
 
-def format_bytes(count: float) -> str:
-    """A size with a binary unit, for example "97.3 MiB"."""
-    size = float(count)
-    for unit in _BYTE_UNITS:
-        if abs(size) < 999.5 or unit == _BYTE_UNITS[-1]:
-            return f"{size:.0f} B" if unit == "B" else f"{three_figures(size, keep_zeros=True)} {unit}"
-        size /= 1024
-    raise AssertionError("the last unit takes every size")
+def short_count(number: int) -> str:
+    """A count for people, with three figures: 999, 135 M, 8.03 B."""
+    for limit, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if number >= 0.9995 * limit:
+            return f"{number / limit:.3g}{unit}"
+    return str(number)
 
 
 def format_ms(milliseconds: float | None) -> str:
