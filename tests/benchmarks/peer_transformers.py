@@ -12,11 +12,11 @@ from tests.benchmarks.measurement import Workload, peak_memory, rss
 
 def _load(model: Path, threads: int):
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from tests.engine.hugging_face import hugging_face_llama
 
     torch.set_num_threads(threads)
-    loaded = AutoModelForCausalLM.from_pretrained(str(model.parent), gguf_file=model.name, dtype=torch.float32)
-    return loaded.eval()
+    return hugging_face_llama(model)
 
 
 def measure(model: Path, threads: int, work: Workload) -> dict[str, float]:
