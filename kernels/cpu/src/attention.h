@@ -7,6 +7,13 @@
 
 #include "elementwise.h"
 
+// The accumulators live in registers only if these loops disappear.
+#if defined(__GNUC__)
+#define KV_UNROLL _Pragma("GCC unroll 8")
+#else
+#define KV_UNROLL
+#endif
+
 namespace KV_ISA {
 
 enum { KEY_TILE = 64, MAX_QUERIES = 32, MAX_HEAD_DIM = 256 };
@@ -32,17 +39,24 @@ enum { WORTH_WIDENING = 8 };
 template <int R, int T, class Cache>
 inline void score_keys(AttentionScratch& s, int first, const Cache* keys, int head_dim, int block_size, int begin) {
     F8 acc[R][T];
+    KV_UNROLL
     for (int r = 0; r < R; r++)
+        KV_UNROLL
         for (int t = 0; t < T; t++) acc[r][t] = F8::zero();
     for (int d = 0; d < head_dim; d++) {
         F8 k[T];
+        KV_UNROLL
         for (int t = 0; t < T; t++) k[t] = F8::load(keys + int64_t(d) * block_size + 8 * t);
+        KV_UNROLL
         for (int r = 0; r < R; r++) {
             const F8 q = F8::set1(s.query[first + r][d]);
+            KV_UNROLL
             for (int t = 0; t < T; t++) acc[r][t] = fma(q, k[t], acc[r][t]);
         }
     }
+    KV_UNROLL
     for (int r = 0; r < R; r++)
+        KV_UNROLL
         for (int t = 0; t < T; t++) acc[r][t].store(&s.scores[first + r][begin + 8 * t]);
 }
 
@@ -57,17 +71,24 @@ template <int R, int D, class Cache>
 inline void accumulate_values(AttentionScratch& s, int first, const Cache* values, int head_dim, int d, int begin,
                               int count) {
     F8 acc[R][D];
+    KV_UNROLL
     for (int r = 0; r < R; r++)
+        KV_UNROLL
         for (int i = 0; i < D; i++) acc[r][i] = F8::load(&s.acc[first + r][d + 8 * i]);
     for (int t = 0; t < count; t++) {
         F8 v[D];
+        KV_UNROLL
         for (int i = 0; i < D; i++) v[i] = F8::load(values + int64_t(t) * head_dim + d + 8 * i);
+        KV_UNROLL
         for (int r = 0; r < R; r++) {
             const F8 p = F8::set1(s.scores[first + r][begin + t]);
+            KV_UNROLL
             for (int i = 0; i < D; i++) acc[r][i] = fma(p, v[i], acc[r][i]);
         }
     }
+    KV_UNROLL
     for (int r = 0; r < R; r++)
+        KV_UNROLL
         for (int i = 0; i < D; i++) acc[r][i].store(&s.acc[first + r][d + 8 * i]);
 }
 
