@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -61,11 +62,11 @@ class BuildNative(build_ext):
         have: list[tuple[str, str | None]] = [(f"KV_HAVE_{name.upper()}", None) for name in usable]
         # The portable objects come first: of an inline function that several objects
         # hold, the linker keeps the first, and that one must run on every processor.
-        objects = compile_source("isa_kernels.cpp", [], [("KV_ISA", "kv_portable")], "portable")
-        for name in ("program.cpp", "pack.cpp", "threads.cpp"):
-            objects += compile_source(name, [], have, "common")
-        for name, flags in usable.items():
-            objects += compile_source("isa_kernels.cpp", flags, [("KV_ISA", f"kv_{name}")], name)
+        work = [("isa_kernels.cpp", [], [("KV_ISA", "kv_portable")], "portable")]
+        work += [(name, [], have, "common") for name in ("program.cpp", "pack.cpp", "threads.cpp")]
+        work += [("isa_kernels.cpp", flags, [("KV_ISA", f"kv_{name}")], name) for name, flags in usable.items()]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # the kernels of each set take most of a minute
+            objects = [made for part in pool.map(lambda item: compile_source(*item), work) for made in part]
         link_flags = extra + ([] if msvc or sys.platform == "darwin" else ["-pthread"])
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), extra_postargs=link_flags, target_lang="c++"

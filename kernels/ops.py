@@ -18,13 +18,13 @@ import torch
 from kernels import reference
 from kernels.cpu import library as cpu_library
 from kernels.ggml import FORMATS
+from kernels.gpu import why_no_triton_kernels as why_no_triton_kernels
+from kernels.kv import KVLayer
 from kernels.metadata import AttentionMetadata
 
 BACKEND_VARIABLE = "KVASIR_KERNELS"
 BACKENDS = ("reference", "cpu", "triton")
 QUANTIZED_FORMATS = tuple(FORMATS)
-
-_OPERATIONS: dict[str, ModuleType] = {"reference": reference, "cpu": reference}
 
 
 class KernelBackendError(RuntimeError):
@@ -43,7 +43,8 @@ def why_no_cpu_kernels() -> str | None:
 
 def available_backends() -> tuple[str, ...]:
     """Names of the backends that can run here."""
-    return ("reference",) if why_no_cpu_kernels() else ("reference", "cpu")
+    reasons = {"cpu": why_no_cpu_kernels(), "triton": why_no_triton_kernels()}
+    return ("reference", *(name for name, reason in reasons.items() if reason is None))
 
 
 def kernel_backend() -> str:
@@ -54,11 +55,12 @@ def kernel_backend() -> str:
     forced = os.environ.get(BACKEND_VARIABLE, "").strip()
     available = available_backends()
     if not forced:
-        return "cpu" if "cpu" in available and not torch.cuda.is_available() else "reference"
+        best = "triton" if torch.cuda.is_available() else "cpu"
+        return best if best in available else "reference"
     if forced not in BACKENDS:
         raise KernelBackendError(f"{BACKEND_VARIABLE}={forced!r} is unknown; choose one of {', '.join(BACKENDS)}")
     if forced not in available:
-        reason = why_no_cpu_kernels() if forced == "cpu" else "they are not part of this installation"
+        reason = why_no_cpu_kernels() if forced == "cpu" else why_no_triton_kernels()
         raise KernelBackendError(
             f"{BACKEND_VARIABLE}={forced} asks for kernels that cannot run: {reason}. "
             f"Unset it or choose one of {', '.join(available)}."
@@ -90,7 +92,11 @@ def set_num_threads(num_threads: int) -> None:
 
 @functools.cache
 def _backend() -> ModuleType:
-    return _OPERATIONS[kernel_backend()]
+    if kernel_backend() != "triton":
+        return reference
+    from kernels.triton import operations  # only here: triton is missing on many machines
+
+    return operations
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -106,38 +112,40 @@ def rope_and_write_kv(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: KVLayer,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """Rotates queries and keys by their positions, writes keys and values to the cache, returns the queries.
 
     qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
-    cos, sin [num_tokens, rotary_dim], rotary_dim <= head_dim: angle j and j + rotary_dim / 2 are the
+    cos, sin [num_tokens, rotary_dim], 0 <= rotary_dim <= head_dim: angle j and j + rotary_dim / 2 are the
     same, and the first half of sin is negated. Pairs are (j, j + rotary_dim / 2), as in Hugging Face models.
-    kv_cache [num_blocks, block_size, 2, num_kv_heads, head_dim]; slot_mapping int64 [num_tokens].
-    Result [num_tokens, num_heads, head_dim]. Su et al. 2021, https://arxiv.org/abs/2104.09864
+    slot_mapping int64 [num_tokens]. Result [num_tokens, num_heads, head_dim].
+    Su et al. 2021, https://arxiv.org/abs/2104.09864
     """
     return _backend().rope_and_write_kv(qkv, cos, sin, kv_cache, slot_mapping)
 
 
 def paged_attention(
     q: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: KVLayer,
     metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of a ragged batch over keys and values in blocks.
 
-    q [num_tokens, num_heads, head_dim], sequences one after another as in `metadata`;
-    kv_cache [num_blocks, block_size, 2, num_kv_heads, head_dim] already holds this step's tokens;
-    num_heads is a multiple of num_kv_heads, neighbours sharing a KV head. A query at position p sees
-    the keys k <= p, and with `window` only those with k > p - window. `soft_cap` bounds the scores
-    to (-c, c) by c * tanh(s / c) before the mask. Result [num_tokens, num_heads, head_dim].
-    Kwon et al. 2023, https://arxiv.org/abs/2309.06180
+    q [num_tokens, num_heads, head_dim], sequences one after another as in `metadata`; kv_cache already
+    holds this step's tokens; num_heads is a multiple of num_kv_heads, neighbours sharing a KV head. A query
+    at position p sees the keys k <= p, and with `window` only those with k > p - window. `soft_cap` bounds
+    the scores to (-c, c) by c * tanh(s / c) before the mask. `sinks` float32 [num_heads] is one more score
+    of each head, neither scaled nor masked, that takes its share of the softmax and has no value.
+    Result [num_tokens, num_heads, head_dim].
+    Kwon et al. 2023, https://arxiv.org/abs/2309.06180; Xiao et al. 2023, https://arxiv.org/abs/2309.17453
     """
-    return _backend().paged_attention(q, kv_cache, metadata, scale, window, soft_cap)
+    return _backend().paged_attention(q, kv_cache, metadata, scale, window, soft_cap, sinks)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -146,6 +154,22 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     Shazeer 2020, https://arxiv.org/abs/2002.05202
     """
     return _backend().silu_and_mul(gate_up)
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `silu_and_mul` with the tanh approximation of gelu in silu's place.
+
+    Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415
+    """
+    return _backend().gelu_tanh_and_mul(gate_up)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """gate * sigmoid(alpha * gate) * (up + 1), gate at most `limit` and up within it: shapes as `silu_and_mul`.
+
+    The experts' activation of gpt-oss, https://arxiv.org/abs/2508.10925
+    """
+    return _backend().clamped_swiglu(gate_up, alpha, limit)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

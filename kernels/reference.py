@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import ggml
+from kernels.kv import KVLayer
 from kernels.metadata import AttentionMetadata
 
 # Up to this many rows a CPU matmul is bound by reading the weights, and computing it transposed is
@@ -28,22 +29,22 @@ def rope_and_write_kv(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: KVLayer,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    num_kv_heads = kv_cache.shape[3]
+    num_kv_heads = kv_cache.num_kv_heads
     num_rotated = qkv.shape[1] - num_kv_heads
     num_heads = num_rotated - num_kv_heads
     rotated = rotate(qkv[:, :num_rotated], cos, sin)
-    kv = torch.cat((rotated[:, num_heads:], qkv[:, num_rotated:]), dim=1)
-    slots = kv_cache.view(-1, 2 * num_kv_heads, kv_cache.shape[4])
-    slots.index_copy_(0, slot_mapping, kv.to(kv_cache.dtype))
+    kv_cache.write(slot_mapping, torch.cat((rotated[:, num_heads:], qkv[:, num_rotated:]), dim=1))
     return rotated[:, :num_heads]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates the first `cos.shape[-1]` dimensions of every head of x [num_tokens, heads, head_dim]."""
     rotary_dim = cos.shape[-1]
+    if rotary_dim == 0:
+        return x
     first, second, rest = x.split((rotary_dim // 2, rotary_dim // 2, x.shape[-1] - rotary_dim), dim=-1)
     swapped = torch.cat((second, first), dim=-1)
     rotated = torch.addcmul(x[..., :rotary_dim] * cos.unsqueeze(1), swapped, sin.unsqueeze(1))
@@ -52,26 +53,26 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def paged_attention(
     q: torch.Tensor,
-    kv_cache: torch.Tensor,
+    kv_cache: KVLayer,
     metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = kv_cache.shape[3]
-    slots = kv_cache.view(-1, 2, num_kv_heads, head_dim)
+    num_kv_heads = kv_cache.num_kv_heads
     # A query head and the heads that share its keys are neighbours: [KV heads, group, tokens, head_dim].
     grouped = q.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     grouped_out = out.view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     for part in _sequence_parts(metadata, window, q):
-        keys, values = slots[part.slots].to(q.dtype).permute(1, 2, 0, 3)
+        keys, values = kv_cache.read(part.slots, q.dtype).permute(1, 2, 0, 3)
         queries = grouped[:, :, part.first_row : part.end_row]
-        if soft_cap is None:
+        if soft_cap is None and sinks is None:
             attended = _attend(queries, keys, values, part.mask, scale)
         else:
-            attended = _attend_with_soft_cap(queries, keys, values, part.mask, scale, soft_cap)
+            attended = _attend_with_extras(queries, keys, values, part.mask, scale, soft_cap, sinks)
         grouped_out[:, :, part.first_row : part.end_row] = attended
     return out
 
@@ -127,24 +128,41 @@ def _attend(
     )
 
 
-def _attend_with_soft_cap(
+def _attend_with_extras(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
-    soft_cap: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    scores = torch.matmul(queries, keys.unsqueeze(1).transpose(2, 3)) * (scale / soft_cap)
-    scores = scores.tanh_().mul_(soft_cap)
+    scores = torch.matmul(queries, keys.unsqueeze(1).transpose(2, 3)).mul_(scale)
+    if soft_cap is not None:
+        scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
     if mask is not None:
         scores += mask
-    return torch.matmul(scores.softmax(dim=-1), values.unsqueeze(1))
+    if sinks is None:
+        return torch.matmul(scores.softmax(dim=-1), values.unsqueeze(1))
+    sink_scores = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat((scores, sink_scores), dim=-1).softmax(dim=-1)
+    return torch.matmul(weights[..., :-1], values.unsqueeze(1))
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return gate.mul(torch.sigmoid(gate * alpha)).mul_(up.clamp(-limit, limit).add_(1))
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

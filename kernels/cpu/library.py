@@ -12,7 +12,7 @@ import functools
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
-ABI_VERSION = 1
+ABI_VERSION = 3
 GROUP = 32
 TILE = 8
 
@@ -25,6 +25,18 @@ class WeightFormat(enum.IntEnum):
     DENSE_F32 = 4
     DENSE_F16 = 5
     DENSE_BF16 = 6
+    Q8_MIN_F32 = 7
+    Q4_0 = 8
+    Q5_0 = 9
+    Q5_1 = 10
+    Q2_K = 11
+    Q3_K = 12
+    Q4_K = 13
+    Q5_K = 14
+    Q6_K = 15
+    IQ4_NL = 16
+    IQ4_XS = 17
+    MXFP4 = 18
 
 
 class SourceFormat(enum.IntEnum):
@@ -34,6 +46,16 @@ class SourceFormat(enum.IntEnum):
     F32 = 3
     F16 = 4
     BF16 = 5
+    Q5_0 = 6
+    Q5_1 = 7
+    Q2_K = 8
+    Q3_K = 9
+    Q4_K = 10
+    Q5_K = 11
+    Q6_K = 12
+    IQ4_NL = 13
+    IQ4_XS = 14
+    MXFP4 = 15
 
 
 class OpKind(enum.IntEnum):
@@ -44,6 +66,10 @@ class OpKind(enum.IntEnum):
     ROPE_KV = 4
     ATTENTION = 5
     SELECT = 6
+    ROUTE = 7
+    GATHER = 8
+    EXPERT_MATMUL = 9
+    COMBINE = 10
 
 
 class ActivationKind(enum.IntEnum):
@@ -58,6 +84,13 @@ class Epilogue(enum.IntEnum):
     ADD = 1
     SWIGLU = 2
     GEGLU = 3
+    CLAMPED_SWIGLU = 4
+
+
+class CacheKind(enum.IntEnum):
+    F32 = 0
+    F16 = 1
+    INT8 = 2
 
 
 class Weight(ctypes.Structure):
@@ -81,19 +114,35 @@ class AttentionSpec(ctypes.Structure):
         ("head_dim", c_int32),
         ("rotary_dim", c_int32),
         ("block_size", c_int32),
-        ("kv_is_half", c_int32),
+        ("cache_kind", c_int32),
         ("window", c_int32),
-        ("reserved", c_int32),
+        ("rope_by_row", c_int32),
+        ("full_width_norm", c_int32),
         ("scale", c_float),
         ("soft_cap", c_float),
         ("norm_eps", c_float),
-        ("reserved_float", c_float),
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("sinks", c_void_p),
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
+    ]
+
+
+class Routing(ctypes.Structure):
+    _fields_ = [
+        ("num_experts", c_int32),
+        ("num_chosen", c_int32),
+        ("normalize", c_int32),
+        ("reserved", c_int32),
+        ("first_share", c_void_p),
+        ("shares", c_void_p),
+        ("places", c_void_p),
+        ("weights", c_void_p),
     ]
 
 
@@ -104,6 +153,7 @@ class Op(ctypes.Structure):
         ("columns", c_int32),
         ("on_selected", c_int32),
         ("factor", c_float),
+        ("soft_cap", c_float),
         ("output_stride", c_int32),
         ("input", c_void_p),
         ("output", c_void_p),
@@ -112,6 +162,7 @@ class Op(ctypes.Structure):
         ("weight", POINTER(Weight)),
         ("activation", POINTER(ActivationBuffer)),
         ("attention", POINTER(AttentionSpec)),
+        ("routing", POINTER(Routing)),
     ]
 
 
@@ -140,8 +191,10 @@ _SIGNATURES = {
     "kv_packed_bytes": (c_int64, [c_int32, c_int32, c_int32]),
     "kv_packed_format": (c_int32, [c_int32]),
     "kv_pack": (c_int32, [c_int32, c_void_p, c_int32, c_int32, c_void_p]),
+    "kv_pack_codes": (c_int32, [c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p]),
     "kv_dequantize": (c_int32, [POINTER(Weight), c_int32, c_int32, c_void_p]),
     "kv_run": (c_int32, [POINTER(Op), c_int32, POINTER(Batch)]),
+    "kv_matmul": (c_int32, [POINTER(Weight), c_int32, c_void_p, c_int32, c_void_p, c_void_p]),
     "kv_run_profiled": (c_int32, [POINTER(Op), c_int32, POINTER(Batch), c_void_p]),
 }
 

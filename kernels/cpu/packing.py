@@ -12,8 +12,14 @@ import torch
 
 from kernels.cpu.library import GROUP, ActivationKind, NativeLibraryError, SourceFormat, Weight, WeightFormat, load
 
-_FOUR_BIT = (WeightFormat.Q4_F16, WeightFormat.Q4_F32)
 _DENSE = (WeightFormat.DENSE_F32, WeightFormat.DENSE_F16, WeightFormat.DENSE_BF16)
+_BYTES = (
+    WeightFormat.Q8_F16,
+    WeightFormat.Q8_F32,
+    WeightFormat.Q8_MIN_F32,
+    WeightFormat.IQ4_NL,
+    WeightFormat.IQ4_XS,
+)
 
 
 @dataclass(frozen=True)
@@ -38,17 +44,29 @@ class PackedWeight:
     def activation(self, precise: bool = True) -> ActivationKind:
         """What a matrix product with this weight reads its input as.
 
-        4-bit weights take 16 bits, or 8 at about half the time for many rows.
+        Codes of up to 6 bits take 16 bits, or 8 at about half the time for many rows.
         """
         if self.format in _DENSE:
             return ActivationKind.F32
-        if self.format not in _FOUR_BIT:
+        if self.format in _BYTES:
             return ActivationKind.INT16
         return ActivationKind.BYTE_PAIR if precise else ActivationKind.INT8
 
     @property
     def nbytes(self) -> int:
         return self.data.numel()
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """x @ weight.T for float32 [num_rows, columns]: float32 [num_rows, rows]. Threads take turns."""
+        assert x.dtype == torch.float32 and x.device.type == "cpu" and x.shape[1] == self.columns
+        x = x.contiguous()
+        out = torch.empty(x.shape[0], self.rows)
+        code = load().kv_matmul(
+            ctypes.byref(self.struct), self.activation(), x.data_ptr(), x.shape[0], None, out.data_ptr()
+        )
+        if code != 0:
+            raise NativeLibraryError(f"the native kernels refuse a product with {self.format.name} weights")
+        return out
 
     def dequantize(self, first: int = 0, count: int | None = None) -> torch.Tensor:
         """Rows first..first+count as float32 [count, columns]."""
@@ -81,7 +99,9 @@ class _Arena:
         with self._lock:
             pages = self._pages() if self._pages else None
             if pages is None or self._used + nbytes > len(pages):
-                pages = mmap.mmap(-1, max(_ARENA_BYTES, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE))
+                size = max(_ARENA_BYTES, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE)
+                # Private: pages shared between processes, mmap's default, are never huge.
+                pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 pages.madvise(mmap.MADV_HUGEPAGE)
                 self._pages, self._used = weakref.ref(pages), 0
             data = torch.frombuffer(pages, dtype=torch.uint8, offset=self._used, count=nbytes)
@@ -93,25 +113,63 @@ _arena = _Arena()
 
 
 def can_pack(columns: int) -> bool:
+    """Whether rows of that many numbers fit the native layouts; formats with larger blocks imply more."""
     return columns % GROUP == 0
 
 
 def pack(source: torch.Tensor, source_format: SourceFormat, columns: int) -> PackedWeight:
     """Packs rows as a model file stores them: a contiguous CPU tensor [rows, bytes or values of a row].
 
-    Raises `NativeLibraryError` where the columns are no multiple of 32.
+    Raises `NativeLibraryError` where the columns are no multiple of the format's block.
     """
-    library = load()
-    rows = source.shape[0]
-    weight_format = library.kv_packed_format(source_format)
-    nbytes = library.kv_packed_bytes(weight_format, rows, columns)
-    if nbytes < 0:
-        raise NativeLibraryError(
-            f"a {SourceFormat(source_format).name} matrix of {rows} x {columns} cannot be packed: "
-            f"columns must be a multiple of {GROUP}"
-        )
     assert source.is_contiguous() and source.device.type == "cpu"
-    data = _arena.allocate(nbytes)
+    rows, library = source.shape[0], load()
+    weight_format = WeightFormat(library.kv_packed_format(source_format))
+    data = _allocate(weight_format, rows, columns)
     if library.kv_pack(source_format, source.data_ptr(), rows, columns, data.data_ptr()) != 0:
         raise NativeLibraryError(f"packing a {SourceFormat(source_format).name} matrix of {rows} x {columns} failed")
     return PackedWeight(data, Weight(weight_format, rows, columns, 0, data.data_ptr()))
+
+
+def pack_codes(codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None) -> PackedWeight:
+    """Packs integer codes whose groups of 32 have a scale and perhaps a minimum: value = scale * code + minimum.
+
+    codes: uint8 [rows, columns / 2], 4 bits each, low nibble first, with minima; or int8 [rows, columns].
+    scales, minima: float32 [rows, columns / 32]. All contiguous, on the CPU.
+    Raises `NativeLibraryError` where shapes do not match or the columns are no multiple of 32.
+    """
+    rows, columns = codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
+    if codes.dtype == torch.uint8:
+        weight_format = WeightFormat.Q4_F32
+    else:
+        assert codes.dtype == torch.int8
+        weight_format = WeightFormat.Q8_F32 if minima is None else WeightFormat.Q8_MIN_F32
+    data = _allocate(weight_format, rows, columns)
+    shape = (rows, columns // GROUP)
+    if tuple(scales.shape) != shape or (minima is not None and tuple(minima.shape) != shape):
+        raise NativeLibraryError(f"codes of {rows} x {columns} need scales and minima of {shape[0]} x {shape[1]}")
+    factors = [scales] if minima is None else [scales, minima]
+    assert all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in (codes, *factors))
+    assert all(tensor.dtype == torch.float32 for tensor in factors)
+    code = load().kv_pack_codes(
+        weight_format,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        None if minima is None else minima.data_ptr(),
+        rows,
+        columns,
+        data.data_ptr(),
+    )
+    if code != 0:
+        raise NativeLibraryError(f"packing codes of {rows} x {columns} as {weight_format.name} failed")
+    return PackedWeight(data, Weight(weight_format, rows, columns, 0, data.data_ptr()))
+
+
+def _allocate(weight_format: WeightFormat, rows: int, columns: int) -> torch.Tensor:
+    nbytes = load().kv_packed_bytes(weight_format, rows, columns)
+    if nbytes < 0:
+        raise NativeLibraryError(
+            f"a matrix of {rows} x {columns} cannot be packed as {weight_format.name}: "
+            "columns must be a multiple of its blocks, 32 or 256"
+        )
+    return _arena.allocate(nbytes)

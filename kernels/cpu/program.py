@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +19,8 @@ from kernels.cpu.library import (
     NativeLibraryError,
     Op,
     OpKind,
+    Routing,
+    Weight,
     load,
 )
 from kernels.cpu.packing import PackedWeight
@@ -91,6 +94,18 @@ class Activation:
     tensors: tuple[torch.Tensor, ...]
 
 
+@dataclass(frozen=True)
+class ExpertRouting:
+    """Which experts compute which rows of a step, and with what weight (see src/kvasir_cpu.h).
+
+    `max_shares` is the most expert computations of a step: `num_chosen` for each row.
+    """
+
+    struct: Routing
+    tensors: tuple[torch.Tensor, ...]
+    max_shares: int
+
+
 @dataclass
 class Program:
     """Collects operations over buffers of at most `max_rows` rows; `run` executes them in order.
@@ -105,29 +120,38 @@ class Program:
     _keep: list[object] = field(default_factory=list)
     _array: ctypes.Array[Op] | None = None
 
-    def floats(self, columns: int) -> torch.Tensor:
-        """A float32 buffer [max_rows, columns]."""
-        buffer = torch.zeros(self.max_rows, columns, dtype=torch.float32)
+    def floats(self, columns: int, rows: int | None = None) -> torch.Tensor:
+        """A float32 buffer [rows, columns]; None is max_rows."""
+        buffer = torch.zeros(rows or self.max_rows, columns, dtype=torch.float32)
         self.buffer_bytes += buffer.nbytes
         return buffer
 
-    def activation(self, kind: ActivationKind, columns: int) -> Activation:
+    def activation(self, kind: ActivationKind, columns: int, rows: int | None = None) -> Activation:
+        rows = rows or self.max_rows
         dtype = {
             ActivationKind.F32: torch.float32,
             ActivationKind.INT8: torch.int8,
             ActivationKind.INT16: torch.int16,
             ActivationKind.BYTE_PAIR: torch.int16,
         }
-        values = torch.zeros(self.max_rows, columns, dtype=dtype[kind])
-        scales = torch.zeros(self.max_rows, columns // GROUP) if kind != ActivationKind.F32 else None
-        sums = torch.zeros(self.max_rows, columns // GROUP) if kind != ActivationKind.F32 else None
+        values = torch.zeros(rows, columns, dtype=dtype[kind])
+        scales = torch.zeros(rows, columns // GROUP) if kind != ActivationKind.F32 else None
+        sums = torch.zeros(rows, 2 * columns // GROUP) if kind != ActivationKind.F32 else None
         tensors = tuple(tensor for tensor in (values, scales, sums) if tensor is not None)
         self.buffer_bytes += sum(tensor.nbytes for tensor in tensors)
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in (values, scales, sums)]
         return Activation(ActivationBuffer(kind, columns, *pointers), tensors)
 
+    def routing(self, num_experts: int, num_chosen: int, normalize: bool) -> ExpertRouting:
+        max_shares = self.max_rows * num_chosen
+        sizes = (num_experts + 1, max_shares, max_shares)
+        tensors = (*(torch.zeros(size, dtype=torch.int32) for size in sizes), torch.zeros(max_shares))
+        self.buffer_bytes += sum(tensor.nbytes for tensor in tensors)
+        struct = Routing(num_experts, num_chosen, normalize, 0, *(tensor.data_ptr() for tensor in tensors))
+        return ExpertRouting(struct, tensors, max_shares)
+
     def embed(self, table: PackedWeight, output: torch.Tensor, factor: float = 1.0) -> None:
-        self._add(OpKind.EMBED, table, output=output, weight=table, factor=factor)
+        self._add(OpKind.EMBED, output=output, weight=table, factor=factor)
 
     def norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, into: Activation, selected: bool = False
@@ -137,8 +161,18 @@ class Program:
             OpKind.NORM, input=x, norm=weight, factor=epsilon, activation=into, columns=x.shape[1], selected=selected
         )
 
-    def quantize(self, x: torch.Tensor, into: Activation) -> None:
-        self._add(OpKind.QUANTIZE, input=x, activation=into, columns=x.shape[1])
+    def plain_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, output: torch.Tensor, add: bool = False
+    ) -> None:
+        """RMSNorm of each row as floats, stored or added."""
+        epilogue = Epilogue.ADD if add else Epilogue.STORE
+        self._add(
+            OpKind.NORM, input=x, norm=weight, factor=epsilon, output=output, columns=x.shape[1], epilogue=epilogue
+        )
+
+    def quantize(self, x: torch.Tensor, into: Activation, routing: ExpertRouting | None = None) -> None:
+        """Every row of the step, or with a routing every share."""
+        self._add(OpKind.QUANTIZE, input=x, activation=into, routing=routing, columns=x.shape[1])
 
     def matmul(
         self,
@@ -147,12 +181,62 @@ class Program:
         output: torch.Tensor,
         epilogue: Epilogue = Epilogue.STORE,
         bias: torch.Tensor | None = None,
+        factor: float = 1.0,
+        soft_cap: float | None = None,
         selected: bool = False,
     ) -> None:
-        """output = x @ weight.T + bias, or what the epilogue says. A column slice may be written."""
+        """output = (x @ weight.T + bias) * factor, soft-capped, or what the epilogue says.
+
+        A column slice may be written. Of the paired epilogues, CLAMPED_SWIGLU takes alpha for `factor` and the
+        limit for `soft_cap`; the others have neither.
+        """
         self._add(
-            OpKind.MATMUL, output=output, weight=weight, activation=x, epilogue=epilogue, bias=bias, selected=selected
+            OpKind.MATMUL,
+            output=output,
+            weight=weight,
+            activation=x,
+            epilogue=epilogue,
+            bias=bias,
+            factor=factor,
+            soft_cap=soft_cap,
+            selected=selected,
         )
+
+    def route(self, logits: torch.Tensor, into: ExpertRouting) -> None:
+        """Chooses each row's experts by the highest of [rows, num_experts]."""
+        self._add(OpKind.ROUTE, input=logits, routing=into)
+
+    def gather(self, x: torch.Tensor, routing: ExpertRouting, into: Activation) -> None:
+        """Each share's row, quantised; shares are sorted by expert."""
+        self._add(OpKind.GATHER, input=x, activation=into, routing=routing, columns=x.shape[1])
+
+    def expert_matmul(
+        self,
+        x: Activation,
+        weights: Sequence[PackedWeight],
+        routing: ExpertRouting,
+        output: torch.Tensor,
+        epilogue: Epilogue = Epilogue.STORE,
+        bias: torch.Tensor | None = None,
+        factor: float = 1.0,
+        soft_cap: float | None = None,
+    ) -> None:
+        """As `matmul`, each share with the weight and the row of `bias` [num_experts, out] of its expert."""
+        self._add(
+            OpKind.EXPERT_MATMUL,
+            output=output,
+            experts=weights,
+            activation=x,
+            routing=routing,
+            epilogue=epilogue,
+            bias=bias,
+            factor=factor,
+            soft_cap=soft_cap,
+        )
+
+    def combine(self, x: torch.Tensor, routing: ExpertRouting, output: torch.Tensor, factor: float = 1.0) -> None:
+        """output += factor * the weighted sum of each row's shares."""
+        self._add(OpKind.COMBINE, input=x, output=output, routing=routing, columns=x.shape[1], factor=factor)
 
     def rope_kv(self, qkv: torch.Tensor, spec: AttentionSpec) -> None:
         """Rotates q and k within [rows, (heads + 2 kv_heads) * head_dim] and writes k and v to the cache."""
@@ -171,13 +255,17 @@ class Program:
         struct = batch.struct()
         self._raise_for(load().kv_run(self._compiled(), len(self.ops), ctypes.byref(struct)))
 
-    def profile(self, batch: StepBatch) -> dict[str, float]:
-        """Runs once; seconds by kind of operation."""
+    def run_profiled(self, batch: StepBatch) -> torch.Tensor:
+        """As `run`; returns nanoseconds of each operation, int64."""
         self._check(batch)
         struct = batch.struct()
         nanoseconds = torch.zeros(len(self.ops), dtype=torch.int64)
         code = load().kv_run_profiled(self._compiled(), len(self.ops), ctypes.byref(struct), nanoseconds.data_ptr())
         self._raise_for(code)
+        return nanoseconds
+
+    def seconds_by_kind(self, nanoseconds: torch.Tensor) -> dict[str, float]:
+        """What `run_profiled` returned, added up by kind of operation."""
         seconds: defaultdict[str, float] = defaultdict(float)
         for op, spent in zip(self.ops, nanoseconds.tolist(), strict=True):
             seconds[OpKind(op.kind).name.lower()] += spent * 1e-9
@@ -201,17 +289,20 @@ class Program:
     def _add(
         self,
         kind: OpKind,
-        *keep: object,
+        *,
         input: torch.Tensor | None = None,
         output: torch.Tensor | None = None,
         norm: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         weight: PackedWeight | None = None,
+        experts: Sequence[PackedWeight] = (),
         activation: Activation | None = None,
         attention: AttentionSpec | None = None,
+        routing: ExpertRouting | None = None,
         epilogue: Epilogue = Epilogue.STORE,
         columns: int = 0,
         factor: float = 0.0,
+        soft_cap: float | None = None,
         selected: bool = False,
     ) -> None:
         def pointer(tensor: torch.Tensor | None) -> int | None:
@@ -222,11 +313,12 @@ class Program:
 
         assert output is None or output.is_contiguous() or kind == OpKind.MATMUL
         assert input is None or input.is_contiguous()
+        weights = (Weight * len(experts))(*(expert.struct for expert in experts)) if experts else None
 
         def reference(struct: ctypes.Structure | None) -> object:
             return None if struct is None else ctypes.pointer(struct)
 
-        self._keep.append((keep, input, output, norm, bias, weight, activation, attention))
+        self._keep.append((input, output, norm, bias, weight, experts, weights, activation, attention, routing))
         self._array = None
         self.ops.append(
             Op(
@@ -235,13 +327,15 @@ class Program:
                 columns,
                 int(selected),
                 factor,
+                soft_cap or 0.0,
                 0 if output is None else output.stride(0),
                 pointer(input),
                 pointer(output),
                 pointer(norm),
                 pointer(bias),
-                reference(weight.struct if weight else None),
+                reference(weight.struct if weight else None) if weights is None else weights,
                 reference(activation.struct if activation else None),
                 reference(attention),
+                reference(routing.struct if routing else None),
             )
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.kv import KVLayer
 from kernels.metadata import AttentionMetadata
 
 
@@ -14,7 +15,7 @@ class PagedBatch:
     """Random sequences scattered over a cache; `keys[s]`, `values[s]` are [seq_len, num_kv_heads, head_dim]."""
 
     q: torch.Tensor
-    kv_cache: torch.Tensor
+    kv_cache: KVLayer
     metadata: AttentionMetadata
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -45,15 +46,20 @@ def paged_batch(
         keys.append(kv[0])
         values.append(kv[1])
     q = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator)
-    return PagedBatch(q, kv_cache, AttentionMetadata.build(tables, query_lens, seq_lens, block_size), keys, values)
+    metadata = AttentionMetadata.build(tables, query_lens, seq_lens, block_size)
+    return PagedBatch(q, KVLayer(kv_cache), metadata, keys, values)
 
 
 def attention_by_hand(
-    batch: PagedBatch, scale: float, window: int | None = None, soft_cap: float | None = None
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows = []
     row = 0
-    group = batch.q.shape[1] // batch.kv_cache.shape[3]
+    group = batch.q.shape[1] // batch.kv_cache.num_kv_heads
     for keys, values, query_len in zip(batch.keys, batch.values, batch.metadata.query_lens):
         seq_len = keys.shape[0]
         for position in range(seq_len - query_len, seq_len):
@@ -63,6 +69,8 @@ def attention_by_hand(
             scores = torch.einsum("hd,khd->hk", batch.q[row].double(), seen_keys) * scale
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
-            rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), seen_values))
+            weights = scores.exp()
+            total = weights.sum(-1) if sinks is None else weights.sum(-1) + sinks.double().exp()
+            rows.append(torch.einsum("hk,khd->hd", weights / total[:, None], seen_values))
             row += 1
     return torch.stack(rows).float()

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import ops
+from kernels.kv import KVLayer
 from kernels.metadata import AttentionMetadata
 from tests.kernels.oracle import attention_by_hand, paged_batch
 
@@ -63,6 +64,18 @@ def test_a_soft_cap_bounds_scores_before_the_mask(window):
     assert (out - uncapped).abs().max() > 0.1
 
 
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (6, None), (6, 5.0)])
+def test_a_sink_takes_its_share_of_each_heads_attention(window, soft_cap):
+    batch = paged_batch([1, 16, 4], [17, 16, 30], 6, 2, 64)
+    sinks = torch.tensor([3.0, -2.0, 0.0, 5.0, 1.0, -30.0])
+    out = ops.paged_attention(batch.q, batch.kv_cache, batch.metadata, 0.1, window, soft_cap, sinks)
+    expected = attention_by_hand(batch, 0.1, window, soft_cap, sinks)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+    without = ops.paged_attention(batch.q, batch.kv_cache, batch.metadata, 0.1, window, soft_cap)
+    torch.testing.assert_close(out[:, 5], without[:, 5], atol=2e-6, rtol=1e-5)
+    assert (out[:, 3].abs() < without[:, 3].abs()).all()
+
+
 def test_layers_with_and_without_a_window_share_one_batch():
     batch = paged_batch([3], [40], 4, 2, 64)
     full = ops.paged_attention(batch.q, batch.kv_cache, batch.metadata, 0.125)
@@ -80,7 +93,7 @@ def test_a_sequences_decode_does_not_depend_on_its_company():
 
 def test_keys_and_values_may_be_kept_in_half_precision():
     batch = paged_batch([1, 4], [33, 20], 9, 3, 64)
-    out = ops.paged_attention(batch.q, batch.kv_cache.half(), batch.metadata, 0.125)
+    out = ops.paged_attention(batch.q, KVLayer(batch.kv_cache.data.half()), batch.metadata, 0.125)
     torch.testing.assert_close(out, attention_by_hand(batch, 0.125), atol=3e-3, rtol=1e-2)
 
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 import torch
 
 from kernels.cpu import library
 from kernels.cpu.library import ActivationKind, Epilogue, SourceFormat
-from kernels.cpu.packing import PackedWeight, pack
+from kernels.cpu.packing import PackedWeight, pack, pack_codes
 from kernels.cpu.program import Program, StepBatch
+from kernels.ggml import FORMATS as FORMATS_OF_ROWS
+from tests.kernels.ggml_blocks import dequantize, random_blocks
 
-FORMATS = {
-    SourceFormat.Q4_0: gguf.GGMLQuantizationType.Q4_0,
-    SourceFormat.Q4_1: gguf.GGMLQuantizationType.Q4_1,
-    SourceFormat.Q8_0: gguf.GGMLQuantizationType.Q8_0,
-    SourceFormat.F32: gguf.GGMLQuantizationType.F32,
-    SourceFormat.F16: gguf.GGMLQuantizationType.F16,
-    SourceFormat.BF16: gguf.GGMLQuantizationType.BF16,
+FORMATS = list(SourceFormat)
+# Where a block's codes lie, apart from its scales.
+CODE_BYTES = {
+    "Q4_0": slice(2, None),
+    "Q4_1": slice(4, None),
+    "Q5_0": slice(2, None),
+    "Q5_1": slice(4, None),
+    "Q8_0": slice(2, None),
+    "Q2_K": slice(16, 80),
+    "Q3_K": slice(0, 96),
+    "Q4_K": slice(16, None),
+    "Q5_K": slice(16, None),
+    "Q6_K": slice(0, 192),
+    "IQ4_NL": slice(2, None),
+    "IQ4_XS": slice(8, None),
+    "MXFP4": slice(1, None),
 }
 
 
@@ -30,13 +40,12 @@ def instruction_set(request: pytest.FixtureRequest):
     library.use_instruction_set(before)
 
 
-def random_weight(source_format: SourceFormat, rows: int, columns: int) -> tuple[PackedWeight, torch.Tensor]:
-    """A packed weight, and what `gguf.quants` says it stands for."""
-    generator = np.random.default_rng(rows * 1000 + columns)
-    values = generator.standard_normal((rows, columns)).astype(np.float32)
-    quantized = gguf.quants.quantize(values, FORMATS[source_format])
-    exact = gguf.quants.dequantize(quantized, FORMATS[source_format])
-    return pack(torch.from_numpy(quantized.copy()), source_format, columns), torch.from_numpy(exact.copy())
+def random_weight(source_format: SourceFormat, rows: int, groups: int) -> tuple[PackedWeight, torch.Tensor]:
+    """A packed weight of `groups` blocks a row, at least 32 columns each, and what gguf says it stands for."""
+    columns = groups * max(library.GROUP, FORMATS_OF_ROWS[source_format.name].block_elements)
+    packed = random_blocks(source_format.name, rows, columns, seed=rows + columns)
+    exact = dequantize(packed, source_format.name)
+    return pack(torch.from_numpy(packed), source_format, columns), torch.from_numpy(exact)
 
 
 def product(
@@ -69,39 +78,59 @@ def product(
     return out, values
 
 
+def assert_equals_product(out: torch.Tensor, seen: torch.Tensor, exact: torch.Tensor) -> None:
+    """Up to what float32 rounds a sum of that many products of that size by."""
+    difference = out.double() - seen.double() @ exact.double().T
+    assert (difference.abs() <= 3e-6 * (seen.abs() @ exact.abs().T)).all()
+
+
 @pytest.mark.parametrize("source_format", FORMATS, ids=lambda f: f.name)
-def test_a_packed_weight_dequantises_to_what_gguf_says(source_format: SourceFormat) -> None:
-    weight, exact = random_weight(source_format, 27, 96)
-    torch.testing.assert_close(weight.dequantize(), exact, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(weight.dequantize(9, 5), exact[9:14], rtol=2e-6, atol=2e-6)
+def test_a_packed_weight_holds_the_very_numbers_of_the_file(instruction_set: str, source_format: SourceFormat) -> None:
+    weight, exact = random_weight(source_format, 27, 3)
+    assert torch.equal(weight.dequantize(), exact)
+    assert torch.equal(weight.dequantize(9, 5), exact[9:14])
 
 
-def test_q4_0_scales_at_the_edge_of_half_precision_keep_their_minimum() -> None:
-    rows = np.zeros((8, 18), dtype=np.uint8)
-    scales = [0x0001, 0x0080, 0x03FF, 0x0400, 0x6BFF, 0x8001, 0x83FF, 0xEBFF]
-    rows[:, 0:2] = np.array(scales, dtype="<u2").view(np.uint8).reshape(8, 2)
-    rows[:, 2:] = np.random.default_rng(0).integers(0, 256, (8, 16))
-    exact = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType.Q4_0)
-    weight = pack(torch.from_numpy(rows), SourceFormat.Q4_0, 32)
-    torch.testing.assert_close(weight.dequantize(), torch.from_numpy(exact.copy()), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 17, 130])
 @pytest.mark.parametrize("source_format", FORMATS, ids=lambda f: f.name)
-@pytest.mark.parametrize("precise", [True, False], ids=["int16", "int8"])
+def test_a_packed_weight_takes_hardly_more_bytes_than_in_the_file(source_format: SourceFormat) -> None:
+    weight, exact = random_weight(source_format, 32, 8)
+    in_file = 32 * FORMATS_OF_ROWS[source_format.name].row_bytes(exact.shape[1])
+    assert in_file <= weight.nbytes <= 1.06 * in_file
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities
+@pytest.mark.parametrize("source_format", FORMATS, ids=lambda f: f.name)
+def test_any_bytes_of_a_file_are_held_exactly(instruction_set: str, source_format: SourceFormat) -> None:
+    """Scales of every size among them: infinite, subnormal, negative, none at all."""
+    block = FORMATS_OF_ROWS[source_format.name]
+    columns = max(library.GROUP, block.block_elements)
+    rows = np.random.default_rng(0).integers(0, 256, (200, block.row_bytes(columns)), dtype=np.uint8)
+    if source_format == SourceFormat.MXFP4:
+        rows[:, 0] %= 250  # beyond, 24 steps above the least code are out of float32's range
+    exact = dequantize(rows, source_format.name)
+    held = pack(torch.from_numpy(rows), source_format, columns).dequantize().numpy()
+    finite = np.isfinite(exact)
+    assert finite.any()
+    np.testing.assert_array_equal(held[finite], exact[finite])
+    assert not np.isfinite(held[~finite]).any()
+
+
+@pytest.mark.parametrize("source_format", FORMATS, ids=lambda f: f.name)
 def test_a_product_equals_the_exact_one_of_its_quantised_input(
-    instruction_set: str, source_format: SourceFormat, num_rows: int, precise: bool
+    instruction_set: str, source_format: SourceFormat
 ) -> None:
-    weight, exact = random_weight(source_format, 44, 160)
-    x = torch.randn(num_rows, 160, generator=torch.Generator().manual_seed(num_rows))
-    out, seen = product(weight, x, precise=precise)
-    torch.testing.assert_close(out.double(), seen.double() @ exact.double().T, rtol=1e-4, atol=1e-4)
+    weight, exact = random_weight(source_format, 44, 3)
+    for num_rows in (1, 7, 18, 70):  # 8, 4, 3, 2 and 1 at a time, more than fit a block of 64
+        x = torch.randn(num_rows, weight.columns, generator=torch.Generator().manual_seed(num_rows))
+        for precise in (True, False):
+            out, seen = product(weight, x, precise=precise)
+            assert_equals_product(out, seen, exact)
 
 
 def test_quantised_activations_are_within_half_a_step_of_the_input(instruction_set: str) -> None:
     x = torch.randn(9, 576) * torch.logspace(-3, 3, 9).view(9, 1)
     x[4] = 0.0
-    weight, _ = random_weight(SourceFormat.Q4_1, 8, 576)
+    weight, _ = random_weight(SourceFormat.Q4_1, 8, 18)
     for precise, steps in ((False, 127), (True, 32639)):
         _, seen = product(weight, x, precise=precise)
         largest = x.view(9, -1, library.GROUP).abs().amax(-1).repeat_interleave(library.GROUP, dim=1)
@@ -109,20 +138,35 @@ def test_quantised_activations_are_within_half_a_step_of_the_input(instruction_s
         assert ((seen - x).abs() <= largest / steps * 0.51).all()
 
 
-def test_the_largest_nibbles_and_activations_do_not_overflow(instruction_set: str) -> None:
-    block = np.concatenate([np.array([0x00, 0x3C, 0x00, 0x00], np.uint8), np.full(16, 0xFF, np.uint8)])
-    weight = pack(torch.from_numpy(np.tile(block, (8, 2))), SourceFormat.Q4_1, 64)
-    for sign, precise in ((1.0, True), (-1.0, True), (1.0, False), (-1.0, False)):
-        out, _ = product(weight, torch.full((4, 64), sign * 3.0), precise=precise)
-        torch.testing.assert_close(out, torch.full((4, 8), sign * 64 * 15 * 3.0))
+@pytest.mark.parametrize("source_format", FORMATS, ids=lambda f: f.name)
+def test_the_largest_codes_and_activations_do_not_overflow(instruction_set: str, source_format: SourceFormat) -> None:
+    """Every code of every row at the end of its range where sums in 16 bits are largest."""
+    name = source_format.name
+    random = random_blocks(name, 16, 512)
+    blocks = random.reshape(16, -1, FORMATS_OF_ROWS[name].block_bytes)
+    exact = dequantize(random, name).reshape(16, 512)
+    for row, code in ((slice(0, 8), 0), (slice(8, 16), 255)):
+        if name in CODE_BYTES:
+            blocks[row][:, :, CODE_BYTES[name]] = code
+    exact = torch.from_numpy(dequantize(blocks, name))
+    weight = pack(torch.from_numpy(blocks.reshape(16, -1).copy()), source_format, 512)
+    # 0.9961 in steps of 1 / 32639 is 127 * 256 - 128: both its bytes are as large as they can be, -128 among them.
+    for value in (3.0, -3.0, -2.9882):
+        x = torch.full((9, 512), value)
+        x[:, ::32] = 3.0
+        for precise in (True, False):
+            out, seen = product(weight, x, precise=precise)
+            assert_equals_product(out, seen, exact)
 
 
 @pytest.mark.parametrize(
-    "source_format", [SourceFormat.Q4_1, SourceFormat.Q8_0, SourceFormat.F32], ids=lambda f: f.name
+    "source_format",
+    [SourceFormat.Q4_1, SourceFormat.Q8_0, SourceFormat.F32, SourceFormat.Q6_K],
+    ids=lambda f: f.name,
 )
 def test_epilogues_add_to_the_residual_and_gate(instruction_set: str, source_format: SourceFormat) -> None:
-    weight, exact = random_weight(source_format, 48, 64)
-    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    weight, exact = random_weight(source_format, 48, 2)
+    x = torch.randn(6, weight.columns, generator=torch.Generator().manual_seed(1))
     residual, bias = torch.randn(6, 48), torch.randn(48)
     out, seen = product(weight, x, Epilogue.ADD, bias, residual)
     plain = seen @ exact.T
@@ -137,8 +181,8 @@ def test_epilogues_add_to_the_residual_and_gate(instruction_set: str, source_for
 
 @pytest.mark.parametrize("source_format", FORMATS, ids=lambda f: f.name)
 def test_a_row_gives_the_same_bits_alone_and_in_company(instruction_set: str, source_format: SourceFormat) -> None:
-    weight, _ = random_weight(source_format, 200, 96)
-    x = torch.randn(70, 96)
+    weight, _ = random_weight(source_format, 200, 1)
+    x = torch.randn(70, weight.columns)
     for precise in (True, False):
         together, _ = product(weight, x, precise=precise)
         for row in (0, 1, 34, 69):
@@ -149,11 +193,40 @@ def test_a_row_gives_the_same_bits_alone_and_in_company(instruction_set: str, so
 def test_shapes_that_cannot_be_packed_are_refused_with_the_shape() -> None:
     with pytest.raises(library.NativeLibraryError, match="8 x 40"):
         pack(torch.zeros(8, 40), SourceFormat.F32, 40)
+    with pytest.raises(library.NativeLibraryError, match="8 x 96 cannot be packed as Q4_K"):
+        pack(torch.zeros(8, 54, dtype=torch.uint8), SourceFormat.Q4_K, 96)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integer_codes_with_float_scales_are_packed_and_multiplied(instruction_set: str, bits: int) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    scales = torch.rand(21, 3, generator=generator) * 0.01 + 1e-5
+    minima = torch.randn(21, 3, generator=generator) if bits == 4 else torch.rand(21, 3, generator=generator)
+    codes = torch.randint(0, 16, (21, 96), generator=generator, dtype=torch.uint8)
+    stored = codes[:, ::2] | codes[:, 1::2] << 4
+    if bits == 8:
+        codes = stored = torch.randint(-128, 128, (21, 96), generator=generator, dtype=torch.int8)
+    for offset in (minima,) if bits == 4 else (minima, None):
+        exact = codes.view(21, 3, 32) * scales.unsqueeze(2)
+        exact = (exact if offset is None else exact + offset.unsqueeze(2)).view(21, 96)
+        weight = pack_codes(stored, scales, offset)
+        torch.testing.assert_close(weight.dequantize(), exact, rtol=1e-6, atol=1e-7)
+        for precise in (True, False):
+            out, seen = product(weight, torch.randn(5, 96, generator=generator), precise=precise)
+            assert_equals_product(out, seen, exact)
+
+
+def test_codes_whose_scales_do_not_fit_are_refused() -> None:
+    codes = torch.zeros(8, 64, dtype=torch.int8)
+    with pytest.raises(library.NativeLibraryError, match="8 x 64 need scales and minima of 8 x 2"):
+        pack_codes(codes, torch.zeros(8, 1), None)
+    with pytest.raises(library.NativeLibraryError, match="8 x 40"):
+        pack_codes(codes[:, :40].contiguous(), torch.zeros(8, 1), None)
 
 
 def test_a_program_refuses_what_the_library_cannot_do() -> None:
     program = Program(max_rows=2)
-    weight, _ = random_weight(SourceFormat.Q4_1, 8, 64)
+    weight, _ = random_weight(SourceFormat.Q4_1, 8, 2)
     wrong_kind = program.activation(ActivationKind.F32, 64)
     program.matmul(wrong_kind, weight, program.floats(8))
     with pytest.raises(library.NativeLibraryError, match=r"operation 0 \(matmul\)"):
@@ -168,7 +241,7 @@ def test_an_unknown_instruction_set_is_refused_and_the_usable_ones_named() -> No
 
 
 def test_a_product_can_write_a_column_slice(instruction_set: str) -> None:
-    weight, exact = random_weight(SourceFormat.F32, 20, 64)
+    weight, exact = random_weight(SourceFormat.F32, 20, 2)
     program = Program(max_rows=5)
     x, activation, wide = program.floats(64), program.activation(ActivationKind.F32, 64), program.floats(50)
     x.normal_()

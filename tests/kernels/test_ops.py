@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kernels import ops
+from kernels.kv import KVLayer
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -56,13 +57,13 @@ def test_rope_rotates_as_transformers_and_writes_keys_and_values_to_their_slots(
     expected_q, expected_k = apply_rotary_pos_emb(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None]
     )
-    kv_cache = torch.zeros(5, 16, 2, num_kv_heads, head_dim)
+    kv_cache = KVLayer(torch.zeros(5, 16, 2, num_kv_heads, head_dim))
     slots = torch.randperm(80, generator=torch.Generator().manual_seed(1))[:num_tokens]
 
     rotated = ops.rope_and_write_kv(qkv, cos, signed(sin), kv_cache, slots)
 
     torch.testing.assert_close(rotated, expected_q[0].transpose(0, 1), atol=1e-6, rtol=1e-5)
-    written = kv_cache.view(80, 2, num_kv_heads, head_dim)
+    written = kv_cache.data.view(80, 2, num_kv_heads, head_dim)
     torch.testing.assert_close(written[slots, 0], expected_k[0].transpose(0, 1), atol=1e-6, rtol=1e-5)
     assert torch.equal(written[slots, 1], v)
     untouched = torch.ones(80, dtype=torch.bool)
@@ -73,7 +74,7 @@ def test_rope_rotates_as_transformers_and_writes_keys_and_values_to_their_slots(
 def test_rope_over_a_part_of_the_head_leaves_the_rest_alone():
     _, cos, sin = rope_inputs(5, 32)
     qkv = normal(5, 4, 80)
-    kv_cache = torch.zeros(1, 16, 2, 1, 80)
+    kv_cache = KVLayer(torch.zeros(1, 16, 2, 1, 80))
     rotated = ops.rope_and_write_kv(qkv, cos, signed(sin), kv_cache, torch.arange(5))
     expected, _ = apply_rotary_pos_emb(
         qkv[:, :2, :32].transpose(0, 1)[None], qkv[:, 2:3, :32].transpose(0, 1)[None], cos[None], sin[None]
@@ -88,6 +89,23 @@ def test_silu_and_mul_takes_gate_first_then_up(num_tokens):
     gate, up = gate_up[:, :1536].double(), gate_up[:, 1536:].double()
     expected = (gate / (1 + torch.exp(-gate)) * up).float()
     torch.testing.assert_close(ops.silu_and_mul(gate_up), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_gelu_tanh_and_mul_takes_gate_first_then_up():
+    gate_up = 3 * normal(15, 2 * 96)
+    gate, up = gate_up[:, :96].double(), gate_up[:, 96:].double()
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    expected = (0.5 * gate * (1 + torch.tanh(inner)) * up).float()
+    torch.testing.assert_close(ops.gelu_tanh_and_mul(gate_up), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_clamped_swiglu_cuts_the_gate_above_and_up_on_both_sides():
+    gate_up = torch.tensor([[9.0, -9.0, 1.0, 2.0, 0.5, -8.0, 8.0, 1.5]])
+    gate, up = torch.tensor([7.0, -9.0, 1.0, 2.0]).double(), torch.tensor([0.5, -7.0, 7.0, 1.5]).double()
+    expected = (gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)).float()
+    before = gate_up.clone()
+    torch.testing.assert_close(ops.clamped_swiglu(gate_up, alpha=1.702, limit=7.0)[0], expected, atol=1e-6, rtol=1e-5)
+    assert torch.equal(gate_up, before)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 8, 15, 17, 32, 33, 100])

@@ -22,6 +22,7 @@ struct AttentionScratch {
     alignas(64) float scores[MAX_QUERIES][KEY_TILE];
     alignas(64) float acc[MAX_QUERIES][MAX_HEAD_DIM];
     alignas(64) float widened[KEY_TILE * MAX_HEAD_DIM];
+    alignas(64) float key_scale[KEY_TILE], value_scale[KEY_TILE];  // of the tile's tokens, in a cache of bytes
     const float* query[MAX_QUERIES];
     float maximum[MAX_QUERIES], total[MAX_QUERIES];
     int32_t position[MAX_QUERIES];
@@ -29,7 +30,8 @@ struct AttentionScratch {
 
 // One block's keys or values as floats: converted once where enough queries share it.
 inline const float* widen(const float* block, int64_t, AttentionScratch&) { return block; }
-inline const float* widen(const uint16_t* block, int64_t size, AttentionScratch& s) {
+template <class Cache>
+inline const float* widen(const Cache* block, int64_t size, AttentionScratch& s) {
     for (int64_t i = 0; i < size; i += 8) F8::load(block + i).store(s.widened + i);
     return s.widened;
 }
@@ -109,6 +111,8 @@ inline void over_queries(int num_queries, Block block) {
 }
 
 // Masks, scales and exponentiates one tile of scores of query r; folds it into the running softmax.
+// In a cache of bytes, a token's scales multiply its score before, and its probability after.
+template <class Cache>
 inline void softmax_tile(AttentionScratch& s, int r, const KvAttentionSpec& spec, int tile_begin, int count) {
     const float lowest = -INFINITY;
     float* scores = s.scores[r];
@@ -121,7 +125,8 @@ inline void softmax_tile(AttentionScratch& s, int r, const KvAttentionSpec& spec
     F8 top = F8::set1(lowest);
     for (int t = 0; t < padded; t += 8) {
         F8 v = F8::load(scores + t) * scale;
-        if (spec.soft_cap > 0.0f) v = F8::set1(spec.soft_cap) * tanh(v / F8::set1(spec.soft_cap));
+        if (std::is_same<Cache, int8_t>::value) v = v * F8::load(s.key_scale + t);
+        if (spec.soft_cap > 0.0f) v = soft_capped(v, spec.soft_cap);
         v.store(scores + t);
     }
     const bool all_visible = visible_begin == 0 && visible_end == padded;
@@ -144,7 +149,11 @@ inline void softmax_tile(AttentionScratch& s, int r, const KvAttentionSpec& spec
     if (!all_visible)
         for (int t = 0; t < padded; t++)
             if (t < visible_begin || t >= visible_end) scores[t] = 0.0f;
-    for (int t = 0; t < padded; t += 8) total = total + F8::load(scores + t);
+    for (int t = 0; t < padded; t += 8) {
+        const F8 p = F8::load(scores + t);
+        total = total + p;
+        if (std::is_same<Cache, int8_t>::value) (p * F8::load(s.value_scale + t)).store(scores + t);
+    }
     if (maximum > s.maximum[r]) {
         const float correction = s.maximum[r] == lowest ? 0.0f : std::exp(s.maximum[r] - maximum);
         s.total[r] *= correction;
@@ -153,6 +162,13 @@ inline void softmax_tile(AttentionScratch& s, int r, const KvAttentionSpec& spec
         s.maximum[r] = maximum;
     }
     s.total[r] += sum(total);
+}
+
+// What the sum of values weighted by exp(score - maximum) is multiplied by; a sink weighs in with no value.
+inline float inverse_total(const KvAttentionSpec& spec, int head, float maximum, float total) {
+    // Infinity, where a sink lies far above all scores, gives the 0 that the keys' weights are then.
+    if (spec.sinks) total += std::exp(spec.sinks[head] - maximum);
+    return total > 0.0f ? 1.0f / total : 0.0f;
 }
 
 template <class Cache>
@@ -179,6 +195,10 @@ inline void attention_item(const KvOp& op, const KvBatch& batch, const Attention
         for (int t = 0; t < count; t += block_size) {
             const int64_t at = (int64_t(blocks[(tile + t) / block_size]) * spec.num_kv_heads + item.kv_head) * head_size;
             const Cache* keys = (const Cache*)spec.keys + at;
+            if (std::is_same<Cache, int8_t>::value) {
+                std::memcpy(s.key_scale + t, spec.key_scales + at / head_dim, sizeof(float) * block_size);
+                std::memcpy(s.value_scale + t, spec.value_scales + at / head_dim, sizeof(float) * block_size);
+            }
             const auto score = [&](const auto* block) {
                 over_queries(num_queries, [&](auto rows, int i) {
                     score_block<decltype(rows)::value>(s, i, block, head_dim, block_size, t);
@@ -189,7 +209,7 @@ inline void attention_item(const KvOp& op, const KvBatch& batch, const Attention
             else
                 score(keys);
         }
-        for (int i = 0; i < num_queries; i++) softmax_tile(s, i, spec, tile, count);
+        for (int i = 0; i < num_queries; i++) softmax_tile<Cache>(s, i, spec, tile, count);
         for (int t = 0; t < count; t += block_size) {
             const int64_t at = (int64_t(blocks[(tile + t) / block_size]) * spec.num_kv_heads + item.kv_head) * head_size;
             const Cache* values = (const Cache*)spec.values + at;
@@ -215,7 +235,7 @@ inline void attention_item(const KvOp& op, const KvBatch& batch, const Attention
         }
         const int row = item.first_row + i / group, head = item.kv_head * group + i % group;
         float* out = (float*)op.output + (int64_t(row) * spec.num_heads + head) * head_dim;
-        const F8 inverse = F8::set1(s.total[i] > 0.0f ? 1.0f / s.total[i] : 0.0f);
+        const F8 inverse = F8::set1(inverse_total(spec, head, s.maximum[i], s.total[i]));
         for (int d = 0; d < head_dim; d += 8) (F8::load(&s.acc[i][d]) * inverse).store(out + d);
     }
 }
@@ -224,10 +244,11 @@ inline void attention(const KvOp& op, const KvBatch& batch, const AttentionItem*
                       WorkQueue& queue) {
     static thread_local AttentionScratch scratch;
     for (int i = queue.take(); i < num_items; i = queue.take()) {
-        if (op.attention->kv_is_half)
-            attention_item<uint16_t>(op, batch, items[i], scratch);
-        else
-            attention_item<float>(op, batch, items[i], scratch);
+        switch (op.attention->cache_kind) {
+            case KV_CACHE_F16: attention_item<uint16_t>(op, batch, items[i], scratch); break;
+            case KV_CACHE_INT8: attention_item<int8_t>(op, batch, items[i], scratch); break;
+            default: attention_item<float>(op, batch, items[i], scratch);
+        }
     }
 }
 
@@ -256,7 +277,7 @@ inline void attention_reduce(const KvOp& op, const KvBatch&, const AttentionItem
                 for (int d = 0; d < head_dim; d += 8)
                     fma(F8::set1(weight), F8::load(p + 2 + d), F8::load(out + d)).store(out + d);
             }
-            const F8 inverse = F8::set1(total > 0.0f ? 1.0f / total : 0.0f);
+            const F8 inverse = F8::set1(inverse_total(spec, head, maximum, total));
             for (int d = 0; d < head_dim; d += 8) (F8::load(out + d) * inverse).store(out + d);
         }
     }

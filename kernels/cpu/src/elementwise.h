@@ -34,10 +34,10 @@ inline void quantize_row(const float* x, const KvActivationBuffer& out, int row)
         const float largest = max_magnitude(group, KV_GROUP);
         const F8 inverse = F8::set1(largest > 0.0f ? limit / largest : 0.0f);
         scales[g] = largest / limit;
-        F8 total = F8::zero();
+        F8 totals[2] = {F8::zero(), F8::zero()};
         for (int i = 0; i < KV_GROUP; i += 8) {
             const F8 rounded = round(F8::load(group + i) * inverse);
-            total = total + rounded;
+            totals[i / 16] = totals[i / 16] + rounded;
             const int64_t at = int64_t(row) * columns + KV_GROUP * g + i;
             if (out.kind == KV_ACT_INT8) {
                 store_int8(rounded, (int8_t*)out.values + at);
@@ -49,7 +49,9 @@ inline void quantize_row(const float* x, const KvActivationBuffer& out, int row)
                 store_byte_pairs(wide, (int8_t*)out.values + 2 * at);
             }
         }
-        if (out.scaled_sums) out.scaled_sums[int64_t(row) * groups + g] = scales[g] * sum(total);
+        if (out.scaled_sums)
+            for (int half = 0; half < 2; half++)
+                out.scaled_sums[2 * (int64_t(row) * groups + g) + half] = scales[g] * sum(totals[half]);
     }
 }
 
@@ -74,10 +76,15 @@ inline void norm(const KvOp& op, int32_t num_rows, WorkQueue& queue) {
         const F8 factor = F8::set1(inverse_rms(x, op.columns, op.factor));
         for (int i = 0; i < op.columns; i += 8)
             (F8::load(x + i) * factor * F8::load(op.norm + i)).store(normed + i);
-        if (op.activation)
+        if (op.activation) {
             quantize_row(normed, *op.activation, row);
-        else
-            std::memcpy((float*)op.output + int64_t(row) * op.columns, normed, sizeof(float) * op.columns);
+            continue;
+        }
+        float* out = (float*)op.output + int64_t(row) * op.columns;
+        for (int i = 0; i < op.columns; i += 8) {
+            const F8 v = F8::load(normed + i);
+            (op.epilogue == KV_ADD ? F8::load(out + i) + v : v).store(out + i);
+        }
     }
 }
 
@@ -91,7 +98,7 @@ inline void embed(const KvOp& op, const KvBatch& batch, WorkQueue& queue) {
     }
 }
 
-inline void norm_head(float* x, const float* weight, int count, float epsilon) {
+inline void norm_in_place(float* x, const float* weight, int count, float epsilon) {
     const F8 factor = F8::set1(inverse_rms(x, count, epsilon));
     for (int i = 0; i < count; i += 8) (F8::load(x + i) * factor * F8::load(weight + i)).store(x + i);
 }
@@ -112,8 +119,49 @@ inline void rotate_head(float* x, const float* cos, const float* sin, int rotary
     }
 }
 
+// Normalises num_heads heads, each alone or all together, then rotates each.
+inline void norm_and_rotate(float* x, int num_heads, const float* weight, const KvAttentionSpec& spec, const float* cos,
+                            const float* sin) {
+    if (weight && spec.full_width_norm) norm_in_place(x, weight, num_heads * spec.head_dim, spec.norm_eps);
+    for (int h = 0; h < num_heads; h++) {
+        float* head = x + h * spec.head_dim;
+        if (weight && !spec.full_width_norm) norm_in_place(head, weight, spec.head_dim, spec.norm_eps);
+        rotate_head(head, cos, sin, spec.rotary_dim);
+    }
+}
+
+// Where one token's key, value and scales of one head lie; a key's dimensions lie block_size apart.
+struct CacheSlot {
+    int64_t key, value, scale;
+};
+
 inline void store_value(float v, uint16_t* p) { *p = float_to_half(v); }
 inline void store_value(float v, float* p) { *p = v; }
+
+template <class Cache>
+inline void write_kv(const KvAttentionSpec& spec, const CacheSlot& at, const float* k, const float* v) {
+    Cache* keys = (Cache*)spec.keys + at.key;
+    Cache* values = (Cache*)spec.values + at.value;
+    for (int d = 0; d < spec.head_dim; d++) store_value(k[d], keys + int64_t(d) * spec.block_size);
+    for (int d = 0; d < spec.head_dim; d += 8) F8::load(v + d).store(values + d);
+}
+
+// Rounds to bytes; returns what one step is worth.
+inline float quantize_bytes(const float* x, int count, int8_t* out) {
+    const float largest = max_magnitude(x, count);
+    const F8 inverse = F8::set1(largest > 0.0f ? 127.0f / largest : 0.0f);
+    for (int i = 0; i < count; i += 8) store_int8(round(F8::load(x + i) * inverse), out + i);
+    return largest / 127.0f;
+}
+
+template <>
+inline void write_kv<int8_t>(const KvAttentionSpec& spec, const CacheSlot& at, const float* k, const float* v) {
+    int8_t bytes[256];
+    spec.key_scales[at.scale] = quantize_bytes(k, spec.head_dim, bytes);
+    int8_t* keys = (int8_t*)spec.keys + at.key;
+    for (int d = 0; d < spec.head_dim; d++) keys[int64_t(d) * spec.block_size] = bytes[d];
+    spec.value_scales[at.scale] = quantize_bytes(v, spec.head_dim, (int8_t*)spec.values + at.value);
+}
 
 template <class Cache>
 inline void rope_kv_rows(const KvOp& op, const KvBatch& batch, WorkQueue& queue) {
@@ -124,33 +172,26 @@ inline void rope_kv_rows(const KvOp& op, const KvBatch& batch, WorkQueue& queue)
         float* q = (float*)op.output + int64_t(row) * width;
         float* k = q + spec.num_heads * head_dim;
         const float* v = k + spec.num_kv_heads * head_dim;
-        const float* cos = spec.cos + int64_t(batch.positions[row]) * half;
-        const float* sin = spec.sin + int64_t(batch.positions[row]) * half;
-        for (int h = 0; h < spec.num_heads; h++) {
-            if (spec.q_norm) norm_head(q + h * head_dim, spec.q_norm, head_dim, spec.norm_eps);
-            rotate_head(q + h * head_dim, cos, sin, spec.rotary_dim);
-        }
+        const int64_t angles = int64_t(spec.rope_by_row ? row : batch.positions[row]) * half;
+        norm_and_rotate(q, spec.num_heads, spec.q_norm, spec, spec.cos + angles, spec.sin + angles);
+        norm_and_rotate(k, spec.num_kv_heads, spec.k_norm, spec, spec.cos + angles, spec.sin + angles);
         const int64_t slot = batch.slot_mapping[row];
+        if (slot < 0) continue;
+        const int64_t offset = slot % block_size;
         for (int h = 0; h < spec.num_kv_heads; h++) {
-            float* key = k + h * head_dim;
-            if (spec.k_norm) norm_head(key, spec.k_norm, head_dim, spec.norm_eps);
-            rotate_head(key, cos, sin, spec.rotary_dim);
-            if (slot < 0) continue;
-            const int64_t head_at = (slot / block_size * spec.num_kv_heads + h) * block_size * head_dim;
-            const int offset = int(slot % block_size);
-            Cache* keys = (Cache*)spec.keys + head_at + offset;
-            Cache* values = (Cache*)spec.values + head_at + int64_t(offset) * head_dim;
-            for (int d = 0; d < head_dim; d++) store_value(key[d], keys + int64_t(d) * block_size);
-            for (int d = 0; d < head_dim; d += 8) F8::load(v + h * head_dim + d).store(values + d);
+            const int64_t first = (slot / block_size * spec.num_kv_heads + h) * block_size;
+            const CacheSlot at{first * head_dim + offset, (first + offset) * head_dim, first + offset};
+            write_kv<Cache>(spec, at, k + h * head_dim, v + h * head_dim);
         }
     }
 }
 
 inline void rope_kv(const KvOp& op, const KvBatch& batch, WorkQueue& queue) {
-    if (op.attention->kv_is_half)
-        rope_kv_rows<uint16_t>(op, batch, queue);
-    else
-        rope_kv_rows<float>(op, batch, queue);
+    switch (op.attention->cache_kind) {
+        case KV_CACHE_F16: return rope_kv_rows<uint16_t>(op, batch, queue);
+        case KV_CACHE_INT8: return rope_kv_rows<int8_t>(op, batch, queue);
+        default: return rope_kv_rows<float>(op, batch, queue);
+    }
 }
 
 }  // namespace KV_ISA

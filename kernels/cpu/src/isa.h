@@ -22,12 +22,21 @@ struct AttentionItem {
     float* partial;  // this split's [num_rows * group][2 + head_dim]; NULL when it is the only one
 };
 
+// The epilogues that take two rows of the weight for each output.
+inline bool is_paired(const KvOp& op) {
+    return op.epilogue == KV_SWIGLU || op.epilogue == KV_GEGLU || op.epilogue == KV_CLAMPED_SWIGLU;
+}
+
 struct KernelTable {
     const char* name;
     void (*embed)(const KvOp&, const KvBatch&, WorkQueue&);
     void (*norm)(const KvOp&, int32_t num_rows, WorkQueue&);
     void (*quantize)(const KvOp&, int32_t num_rows, WorkQueue&);
     void (*matmul)(const KvOp&, int32_t num_rows, WorkQueue&);
+    void (*expert_matmul)(const KvOp&, WorkQueue* queues);  // a queue for each expert
+    void (*route)(const KvOp&, int32_t num_rows, WorkQueue&);
+    void (*gather)(const KvOp&, int32_t num_rows, WorkQueue&);
+    void (*combine)(const KvOp&, int32_t num_rows, WorkQueue&);
     void (*rope_kv)(const KvOp&, const KvBatch&, WorkQueue&);
     void (*attention)(const KvOp&, const KvBatch&, const AttentionItem*, int32_t num_items, WorkQueue&);
     void (*attention_reduce)(const KvOp&, const KvBatch&, const AttentionItem*, int32_t num_items, WorkQueue&);

@@ -1,5 +1,6 @@
 // Compiled once per instruction set, with KV_ISA set to its namespace.
 #include "attention.h"
+#include "experts.h"
 
 #define KV_TEXT_OF(name) #name
 #define KV_TEXT(name) KV_TEXT_OF(name)
@@ -9,7 +10,8 @@ namespace KV_ISA {
 extern const KernelTable table;
 const KernelTable table = {
     KV_TEXT(KV_ISA) + 3,  // the namespace less its "kv_"
-    embed, norm, quantize, matmul, rope_kv, attention, attention_reduce, dequantize,
+    embed, norm, quantize, matmul, expert_matmul, route, gather, combine,
+    rope_kv, attention, attention_reduce, dequantize,
 };
 
 }  // namespace KV_ISA

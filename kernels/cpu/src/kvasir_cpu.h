@@ -4,22 +4,17 @@
 // addresses are fixed when the list is made; only the batch changes from run to run.
 // One call runs the whole list on the library's own threads.
 //
-// Weights are packed in tiles of 8 output rows. Within a tile, one group covers 32
-// input columns:
-//   4 bit: scale[8], minimum[8], 128 bytes. Byte 32 s + 4 r + j holds row r's column
-//          4 s + j in its low nibble and column 16 + 4 s + j in its high one.
-//          value = scale * nibble + minimum.
-//   8 bit: scale[8], 256 bytes. Byte 16 s + 2 r + j holds row r's column 2 s + j.
-//          value = scale * byte.
-//   dense: 256 values; value 8 c + r is row r's column c.
-// The number of rows is padded to 8 with zeros; columns are a multiple of 32.
+// Weights are packed in tiles of 8 output rows (tiles.h), close to the size they have in a
+// model file. Columns are a multiple of 32, for the K formats of 256.
 //
-// Activations are quantised per group of 32: to int8 or to pairs of bytes for 4-bit
-// weights (with the group's scaled sum, which the minimum multiplies), to int16 for 8-bit ones.
+// Activations are quantised per group of 32: to int8 or to pairs of bytes where codes of up
+// to 6 bits multiply them (with scaled sums, which a minimum multiplies), to int16 for bytes.
 //
 // The KV cache holds, for each layer and block of block_size tokens,
 //   keys   [num_kv_heads][head_dim][block_size]   (token innermost: scores are lanes)
-//   values [num_kv_heads][block_size][head_dim].
+//   values [num_kv_heads][block_size][head_dim]
+// as floats, halves or signed bytes; for bytes also what a step of each vector is worth,
+//   key_scales, value_scales float [num_kv_heads][block_size].
 #pragma once
 
 #include <stdint.h>
@@ -34,7 +29,7 @@ extern "C" {
 #define KV_EXPORT __attribute__((visibility("default")))
 #endif
 
-enum { KV_ABI_VERSION = 1, KV_GROUP = 32, KV_TILE = 8 };
+enum { KV_ABI_VERSION = 3, KV_GROUP = 32, KV_TILE = 8 };
 
 enum KvWeightFormat {
     KV_Q4_F16 = 0,  // 4 bit, half scales and minima
@@ -44,8 +39,21 @@ enum KvWeightFormat {
     KV_DENSE_F32 = 4,
     KV_DENSE_F16 = 5,
     KV_DENSE_BF16 = 6,
+    KV_Q8_MIN_F32 = 7,  // 8 bit, float scales and minima
+    KV_Q4_0 = 8,  // from here on as GGUF files have them
+    KV_Q5_0 = 9,
+    KV_Q5_1 = 10,
+    KV_Q2_K = 11,
+    KV_Q3_K = 12,
+    KV_Q4_K = 13,
+    KV_Q5_K = 14,
+    KV_Q6_K = 15,
+    KV_IQ4_NL = 16,
+    KV_IQ4_XS = 17,
+    KV_MXFP4 = 18,
 };
 
+// Blocks as GGUF files hold them.
 enum KvSourceFormat {
     KV_SOURCE_Q4_0 = 0,
     KV_SOURCE_Q4_1 = 1,
@@ -53,6 +61,16 @@ enum KvSourceFormat {
     KV_SOURCE_F32 = 3,
     KV_SOURCE_F16 = 4,
     KV_SOURCE_BF16 = 5,
+    KV_SOURCE_Q5_0 = 6,
+    KV_SOURCE_Q5_1 = 7,
+    KV_SOURCE_Q2_K = 8,
+    KV_SOURCE_Q3_K = 9,
+    KV_SOURCE_Q4_K = 10,
+    KV_SOURCE_Q5_K = 11,
+    KV_SOURCE_Q6_K = 12,
+    KV_SOURCE_IQ4_NL = 13,
+    KV_SOURCE_IQ4_XS = 14,
+    KV_SOURCE_MXFP4 = 15,
 };
 
 typedef struct {
@@ -64,13 +82,18 @@ typedef struct {
 } KvWeight;
 
 enum KvOpKind {
-    KV_OP_EMBED = 0,      // weight: table; out: float [rows][columns]; f[0]: factor
-    KV_OP_NORM = 1,       // in: float; norm: float [columns]; f[0]: epsilon; out: see activation
-    KV_OP_QUANTIZE = 2,   // in: float; out: see activation
+    KV_OP_EMBED = 0,      // weight: table; out: float [rows][columns]; factor
+    KV_OP_NORM = 1,       // in: float; norm: float [columns]; factor: epsilon; out: activation, or float (stored, added)
+    KV_OP_QUANTIZE = 2,   // in: float; out: activation; with a routing, of shares
     KV_OP_MATMUL = 3,     // activation in, weight, bias or NULL, float out; see epilogue
     KV_OP_ROPE_KV = 4,    // in: qkv float, rotated in place; writes the KV cache
     KV_OP_ATTENTION = 5,  // in: rotated qkv; out: float [rows][num_heads * head_dim]
     KV_OP_SELECT = 6,     // in: float [rows][columns]; out: the rows named by the batch
+    // A mixture of experts: each row has num_chosen shares, one for each expert it goes to (see KvRouting).
+    KV_OP_ROUTE = 7,          // in: float router logits [rows][num_experts]; writes the routing
+    KV_OP_GATHER = 8,         // in: float [rows][columns]; out: activation, a row for each share
+    KV_OP_EXPERT_MATMUL = 9,  // as KV_OP_MATMUL over shares, each with its expert's weight and bias
+    KV_OP_COMBINE = 10,       // in: float [shares][columns]; out += factor * the weighted sum of each row's shares
 };
 
 enum KvActivation {
@@ -85,6 +108,14 @@ enum KvEpilogue {
     KV_ADD = 1,     // out += result (the residual stream)
     KV_SWIGLU = 2,  // weight rows: all gates, then all ups; out [rows][weight.rows / 2] = silu(gate) * up
     KV_GEGLU = 3,   // likewise with the tanh approximation of GELU
+    // gpt-oss: g = min(gate, limit), u = clamp(up, -limit, limit), out = g * sigmoid(alpha * g) * (u + 1)
+    KV_CLAMPED_SWIGLU = 4,
+};
+
+enum KvCacheKind {
+    KV_CACHE_F32 = 0,
+    KV_CACHE_F16 = 1,
+    KV_CACHE_INT8 = 2,  // -127 to 127, with a scale for each token and head
 };
 
 // A quantised or plain activation of up to max_rows rows of `columns` values.
@@ -93,35 +124,54 @@ typedef struct {
     int32_t columns;
     void* values;       // float, int8_t, int16_t or byte pairs [max_rows][columns]
     float* scales;      // [max_rows][columns / 32], NULL for float
-    float* scaled_sums; // [max_rows][columns / 32], what 4-bit weights need
+    float* scaled_sums; // [max_rows][columns / 16], NULL for float
 } KvActivationBuffer;
 
 typedef struct {
-    int32_t num_heads, num_kv_heads, head_dim, rotary_dim;
-    int32_t block_size, kv_is_half, window, reserved;  // window 0: none
-    float scale, soft_cap, norm_eps, reserved_float;   // soft_cap 0: none
-    const float* cos;  // [max_position][rotary_dim / 2]
+    int32_t num_heads, num_kv_heads, head_dim, rotary_dim;  // rotary_dim 0: no rotation
+    int32_t block_size, cache_kind, window;                 // window 0: none
+    int32_t rope_by_row;      // cos and sin have a row for each row of the batch, not for each position
+    int32_t full_width_norm;  // q_norm and k_norm span all heads of a row together, not each alone
+    float scale, soft_cap, norm_eps;  // soft_cap 0: none
+    const float* cos;  // [max_position or max_rows][rotary_dim / 2]
     const float* sin;
-    const float* q_norm;  // [head_dim] or NULL
-    const float* k_norm;
+    const float* q_norm;  // [head_dim], full width [num_heads * head_dim], or NULL
+    const float* k_norm;  // [head_dim], full width [num_kv_heads * head_dim], or NULL
+    const float* sinks;   // [num_heads]: a score that each query sees besides its keys, with no value; or NULL
     void* keys;
     void* values;
+    float* key_scales;    // KV_CACHE_INT8 only
+    float* value_scales;
 } KvAttentionSpec;
+
+// The experts of one layer, and which rows of the batch each computes in this step. A share is one of a row's
+// num_chosen experts: number row * num_chosen + i. Shares lie sorted by expert, then by number.
+typedef struct {
+    int32_t num_experts, num_chosen;
+    int32_t normalize;    // weights are a softmax over the chosen experts' logits, not over all
+    int32_t reserved;
+    int32_t* first_share; // [num_experts + 1]: where each expert's shares begin
+    int32_t* shares;      // [max_rows * num_chosen]: numbers, sorted
+    int32_t* places;      // [max_rows * num_chosen]: where each number lies
+    float* weights;       // [max_rows * num_chosen], by number
+} KvRouting;
 
 typedef struct {
     int32_t kind;
     int32_t epilogue;
     int32_t columns;
     int32_t on_selected;    // the operation runs on the selected rows only
-    float factor;           // KV_OP_EMBED: multiplier; KV_OP_NORM: epsilon
+    float factor;           // multiplies the result; KV_OP_NORM: epsilon; KV_CLAMPED_SWIGLU: alpha
+    float soft_cap;         // KV_STORE: c gives c * tanh(result / c), 0: none; KV_CLAMPED_SWIGLU: limit
     int32_t output_stride;  // KV_OP_MATMUL: floats from one output row to the next; 0: its own width
     const void* input;      // float buffer
     void* output;           // float buffer
     const float* norm;      // [columns], KV_OP_NORM
-    const float* bias;      // [weight.rows] or NULL
-    const KvWeight* weight;
+    const float* bias;      // [weight.rows], for experts [num_experts][weight.rows], or NULL
+    const KvWeight* weight; // KV_OP_EXPERT_MATMUL: [num_experts], all of one shape
     const KvActivationBuffer* activation;  // written by NORM and QUANTIZE, read by MATMUL
     const KvAttentionSpec* attention;
+    const KvRouting* routing;
 } KvOp;
 
 typedef struct {
@@ -152,13 +202,21 @@ KV_EXPORT int64_t kv_packed_bytes(int32_t weight_format, int32_t rows, int32_t c
 KV_EXPORT int32_t kv_packed_format(int32_t source_format);
 // Packs rows [rows][source row bytes]; returns 0, or -1 for a shape or format it does not know.
 KV_EXPORT int32_t kv_pack(int32_t source_format, const void* source, int32_t rows, int32_t columns, void* packed);
+// Packs integer codes with scales and minima [rows][columns / 32] into KV_Q4_F32 (codes of 4 bits, two a byte, low
+// nibble first), KV_Q8_F32 (signed bytes, minima NULL) or KV_Q8_MIN_F32 (signed bytes); returns 0 or -1.
+KV_EXPORT int32_t kv_pack_codes(int32_t weight_format, const uint8_t* codes, const float* scales, const float* minima,
+                                int32_t rows, int32_t columns, void* packed);
 // Writes weight rows first..first+count as float [count][columns].
 KV_EXPORT int32_t kv_dequantize(const KvWeight* weight, int32_t first, int32_t count, float* out);
-// Runs the operations in order. Not to be called from two threads at once.
+// Runs the operations in order. Calls from several threads take turns.
 // Returns 0, or -1 - i when operation i asks for something that this library does not do.
 KV_EXPORT int32_t kv_run(const KvOp* ops, int32_t num_ops, const KvBatch* batch);
 // The same, adding the nanoseconds each operation took to nanoseconds[num_ops].
 KV_EXPORT int32_t kv_run_profiled(const KvOp* ops, int32_t num_ops, const KvBatch* batch, int64_t* nanoseconds);
+// out [num_rows][rows] = x [num_rows][columns] @ weight.T + bias or NULL, x quantised to `activation` on the way.
+// Returns 0, or -1 for what this library does not do.
+KV_EXPORT int32_t kv_matmul(const KvWeight* weight, int32_t activation, const float* x, int32_t num_rows,
+                            const float* bias, float* out);
 
 #ifdef __cplusplus
 }

@@ -3,12 +3,13 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "isa.h"
-#include "pack.h"
 #include "threads.h"
+#include "tiles.h"
 
 namespace {
 
@@ -16,6 +17,7 @@ namespace {
 // a token's result, must not depend on its neighbours.
 constexpr int KEYS_PER_SPLIT = 256;
 constexpr int MAX_QUERIES = 32;
+constexpr int MAX_NORMED = 16384;
 
 bool supported(const char* name) {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -57,11 +59,14 @@ struct AttentionPlan {
 
 // Buffers whose memory is kept from run to run.
 struct Runtime {
+    std::mutex mutex;
     ThreadPool pool;
     Barrier barrier;
     const KernelTable* kernels = usable_tables().front();
     std::deque<AttentionPlan> plans;
-    std::deque<WorkQueue> queues;
+    std::vector<WorkQueue> queues;
+    std::vector<int16_t> activation;  // of a matrix product that is not part of a program
+    std::vector<float> scales;
 };
 
 Runtime& runtime() {
@@ -104,33 +109,49 @@ bool valid_weight(const KvWeight* w) {
     return w && w->data && kv_packed_bytes(w->format, w->rows, w->columns) > 0;
 }
 
+bool valid_matmul(const KvOp& op, const KvWeight* weight) {
+    if (!valid_weight(weight) || op.activation->columns != weight->columns) return false;
+    const int format = weight->format, kind = op.activation->kind;
+    if (!is_dense(format) && !(op.activation->scales && op.activation->scaled_sums)) return false;
+    const bool readable = is_dense(format)           ? kind == KV_ACT_F32
+                          : multiplies_bytes(format) ? kind == KV_ACT_INT8 || kind == KV_ACT_BYTE_PAIR
+                                                     : kind == KV_ACT_INT16;
+    return readable && !(is_paired(op) && weight->rows % (2 * KV_TILE));
+}
+
+bool valid_routing(const KvRouting* r) {
+    return r && r->num_experts > 0 && r->num_chosen > 0 && r->num_chosen <= r->num_experts && r->first_share &&
+           r->shares && r->places && r->weights;
+}
+
 bool valid(const KvOp& op) {
     switch (op.kind) {
         case KV_OP_EMBED: return valid_weight(op.weight) && op.output;
         case KV_OP_NORM:
         case KV_OP_QUANTIZE:
-            return op.input && op.columns > 0 && op.columns % KV_GROUP == 0 && op.columns <= 16384 &&
-                   (op.activation ? op.activation->columns == op.columns : op.kind == KV_OP_NORM && op.output);
-        case KV_OP_MATMUL: {
-            if (!valid_weight(op.weight) || !op.activation || !op.output) return false;
-            const bool paired = op.epilogue == KV_SWIGLU || op.epilogue == KV_GEGLU;
-            const int format = op.weight->format;
-            const int kind = op.activation->kind;
-            const bool is_4_bit = format == KV_Q4_F16 || format == KV_Q4_F32;
-            const bool is_8_bit = format == KV_Q8_F16 || format == KV_Q8_F32;
-            const bool readable = is_4_bit   ? (kind == KV_ACT_INT8 || kind == KV_ACT_BYTE_PAIR) && op.activation->scaled_sums
-                                  : is_8_bit ? kind == KV_ACT_INT16
-                                             : kind == KV_ACT_F32;
-            return readable && op.activation->columns == op.weight->columns &&
-                   !(paired && (op.weight->rows % (2 * KV_TILE) || op.bias));
-        }
+        case KV_OP_GATHER:
+            if (!op.input || op.columns <= 0 || op.columns % KV_GROUP) return false;
+            if (op.kind == KV_OP_NORM && op.columns > MAX_NORMED) return false;
+            if (op.kind == KV_OP_GATHER && !valid_routing(op.routing)) return false;
+            return op.activation ? op.activation->columns == op.columns : op.kind == KV_OP_NORM && op.output;
+        case KV_OP_MATMUL: return op.activation && op.output && valid_matmul(op, op.weight);
+        case KV_OP_EXPERT_MATMUL:
+            if (!op.activation || !op.output || !op.weight || !valid_routing(op.routing)) return false;
+            for (int e = 0; e < op.routing->num_experts; e++)
+                if (!valid_matmul(op, op.weight + e) || op.weight[e].rows != op.weight->rows) return false;
+            return true;
+        case KV_OP_ROUTE: return op.input && valid_routing(op.routing);
+        case KV_OP_COMBINE:
+            return op.input && op.output && op.columns > 0 && op.columns % 8 == 0 && valid_routing(op.routing);
         case KV_OP_ROPE_KV:
         case KV_OP_ATTENTION: {
             const KvAttentionSpec* a = op.attention;
             return a && a->num_kv_heads > 0 && a->num_heads % a->num_kv_heads == 0 &&
                    a->num_heads / a->num_kv_heads <= MAX_QUERIES && a->head_dim % 8 == 0 && a->head_dim <= 256 &&
-                   a->rotary_dim % 2 == 0 && a->rotary_dim <= a->head_dim && a->block_size % 8 == 0 &&
-                   a->block_size <= 64 && 64 % a->block_size == 0 && a->keys && a->values && op.output &&
+                   a->rotary_dim % 2 == 0 && a->rotary_dim >= 0 && a->rotary_dim <= a->head_dim &&
+                   (a->rotary_dim == 0 || (a->cos && a->sin)) && a->block_size > 0 && a->block_size % 8 == 0 &&
+                   a->block_size <= 64 && 64 % a->block_size == 0 && a->keys && a->values &&
+                   (a->cache_kind != KV_CACHE_INT8 || (a->key_scales && a->value_scales)) && op.output &&
                    (op.kind == KV_OP_ROPE_KV || op.input);
         }
         case KV_OP_SELECT: return op.input && op.output && op.columns > 0;
@@ -143,16 +164,24 @@ struct Step {
     int32_t index;
     const AttentionPlan* plan;  // attention only
     bool reduce;
+    WorkQueue* queues;  // one, or one for each expert
 };
 
-void run_step(const KernelTable& k, const Step& step, const KvBatch& batch, WorkQueue& queue) {
+int num_queues(const KvOp& op) { return op.kind == KV_OP_EXPERT_MATMUL ? op.routing->num_experts : 1; }
+
+void run_step(const KernelTable& k, const Step& step, const KvBatch& batch) {
     const KvOp& op = *step.op;
+    WorkQueue& queue = *step.queues;
     const int32_t rows = op.on_selected ? batch.num_selected : batch.num_rows;
     switch (op.kind) {
         case KV_OP_EMBED: return k.embed(op, batch, queue);
         case KV_OP_NORM: return k.norm(op, rows, queue);
-        case KV_OP_QUANTIZE: return k.quantize(op, rows, queue);
+        case KV_OP_QUANTIZE: return k.quantize(op, op.routing ? rows * op.routing->num_chosen : rows, queue);
         case KV_OP_MATMUL: return k.matmul(op, rows, queue);
+        case KV_OP_EXPERT_MATMUL: return k.expert_matmul(op, step.queues);
+        case KV_OP_ROUTE: return k.route(op, rows, queue);
+        case KV_OP_GATHER: return k.gather(op, rows, queue);
+        case KV_OP_COMBINE: return k.combine(op, rows, queue);
         case KV_OP_ROPE_KV: return k.rope_kv(op, batch, queue);
         case KV_OP_ATTENTION: {
             const std::vector<AttentionItem>& items = step.plan->items;
@@ -168,14 +197,15 @@ void run_step(const KernelTable& k, const Step& step, const KvBatch& batch, Work
     }
 }
 
+// The caller holds the runtime's mutex.
 int32_t run(const KvOp* ops, int32_t num_ops, const KvBatch& batch, int64_t* nanoseconds) {
     Runtime& rt = runtime();
-    size_t num_plans = 0;
+    size_t num_plans = 0, queues = 0;
     std::vector<Step> steps;
     steps.reserve(num_ops + 64);
     for (int32_t i = 0; i < num_ops; i++) {
         if (!valid(ops[i])) return -1 - i;
-        Step step{&ops[i], i, nullptr, false};
+        Step step{&ops[i], i, nullptr, false, nullptr};
         if (ops[i].kind == KV_OP_ATTENTION) {
             const KvAttentionSpec& spec = *ops[i].attention;
             AttentionPlan* plan = nullptr;
@@ -193,13 +223,19 @@ int32_t run(const KvOp* ops, int32_t num_ops, const KvBatch& batch, int64_t* nan
         }
         steps.push_back(step);
     }
-    while (rt.queues.size() < steps.size()) rt.queues.emplace_back();
-    for (size_t i = 0; i < steps.size(); i++) rt.queues[i].next.store(0, std::memory_order_relaxed);
+    for (const Step& step : steps) queues += num_queues(*step.op);
+    if (rt.queues.size() < queues) rt.queues = std::vector<WorkQueue>(queues);
+    WorkQueue* next = rt.queues.data();
+    for (size_t i = 0; i < queues; i++) next[i].next.store(0, std::memory_order_relaxed);
+    for (Step& step : steps) {
+        step.queues = next;
+        next += num_queues(*step.op);
+    }
     rt.barrier.reset(rt.pool.size());
     rt.pool.run([&](int thread) {
         auto before = std::chrono::steady_clock::now();
         for (size_t i = 0; i < steps.size(); i++) {
-            run_step(*rt.kernels, steps[i], batch, rt.queues[i]);
+            run_step(*rt.kernels, steps[i], batch);
             rt.barrier.wait();
             if (nanoseconds && thread == 0) {
                 const auto now = std::chrono::steady_clock::now();
@@ -232,6 +268,7 @@ const char* kv_instruction_sets(void) {
 }
 
 int32_t kv_use_instruction_set(const char* name) {
+    const std::lock_guard<std::mutex> turn(runtime().mutex);
     for (const KernelTable* table : usable_tables())
         if (!std::strcmp(table->name, name)) {
             runtime().kernels = table;
@@ -241,6 +278,7 @@ int32_t kv_use_instruction_set(const char* name) {
 }
 
 int32_t kv_set_num_threads(int32_t num_threads) {
+    const std::lock_guard<std::mutex> turn(runtime().mutex);
     runtime().pool.resize(num_threads);
     return runtime().pool.size();
 }
@@ -251,10 +289,50 @@ int32_t kv_dequantize(const KvWeight* weight, int32_t first, int32_t count, floa
     return 0;
 }
 
-int32_t kv_run(const KvOp* ops, int32_t num_ops, const KvBatch* batch) { return run(ops, num_ops, *batch, nullptr); }
+int32_t kv_run(const KvOp* ops, int32_t num_ops, const KvBatch* batch) {
+    const std::lock_guard<std::mutex> turn(runtime().mutex);
+    return run(ops, num_ops, *batch, nullptr);
+}
 
 int32_t kv_run_profiled(const KvOp* ops, int32_t num_ops, const KvBatch* batch, int64_t* nanoseconds) {
+    const std::lock_guard<std::mutex> turn(runtime().mutex);
     return run(ops, num_ops, *batch, nanoseconds);
+}
+
+int32_t kv_matmul(const KvWeight* weight, int32_t activation, const float* x, int32_t num_rows, const float* bias,
+                  float* out) {
+    if (!valid_weight(weight) || num_rows < 0) return -1;
+    Runtime& rt = runtime();
+    const std::lock_guard<std::mutex> turn(rt.mutex);
+    const int columns = weight->columns, groups = columns / KV_GROUP;
+    const bool plain = activation == KV_ACT_F32;
+    // Weights stream past 64 rows at a time anyway: more at once would only take memory.
+    const int most = std::min(num_rows, 256);
+    if (!plain) {
+        rt.activation.resize(std::max(rt.activation.size(), size_t(most) * columns));
+        rt.scales.resize(std::max(rt.scales.size(), 3 * size_t(most) * groups));
+    }
+    for (int first = 0; first < num_rows; first += most) {
+        const float* rows = x + int64_t(first) * columns;
+        KvActivationBuffer buffer{activation, columns, rt.activation.data(), rt.scales.data(),
+                                  rt.scales.data() + size_t(most) * groups};
+        if (plain) buffer.values = const_cast<float*>(rows);
+        KvOp ops[2] = {};
+        ops[0].kind = KV_OP_QUANTIZE;
+        ops[0].columns = columns;
+        ops[0].input = rows;
+        ops[0].activation = &buffer;
+        ops[1].kind = KV_OP_MATMUL;
+        ops[1].factor = 1.0f;
+        ops[1].output = out + int64_t(first) * weight->rows;
+        ops[1].bias = bias;
+        ops[1].weight = weight;
+        ops[1].activation = &buffer;
+        KvBatch batch{};
+        batch.num_rows = std::min(most, num_rows - first);
+        if (run(ops + plain, 2 - plain, batch, nullptr) != 0) return -1;
+    }
+    return 0;
 }
 
 }  // extern "C"

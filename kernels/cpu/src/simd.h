@@ -1,6 +1,6 @@
-// Eight lanes of float and the integer dot products of the quantised kernels, one
-// spelling for every instruction set. Kernel sources are compiled once per
-// instruction set; KV_ISA names the namespace so that the copies cannot mix.
+// Eight lanes of float, one spelling for every instruction set. Kernel sources are
+// compiled once per instruction set; KV_ISA names the namespace so that the copies
+// cannot mix.
 #pragma once
 
 #include <cmath>
@@ -78,6 +78,12 @@ struct F8 {
         const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
         return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
     }
+    static F8 load(const uint8_t* p) {
+        return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)))};
+    }
+    static F8 load(const int8_t* p) {
+        return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)))};
+    }
     void store(float* p) const { _mm256_storeu_ps(p, v); }
     void store(uint16_t* p) const {
         _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
@@ -117,70 +123,6 @@ inline void store_int16(F8 rounded, int16_t* p) {
                      _mm_packs_epi32(_mm256_castsi256_si128(i32), _mm256_extracti128_si256(i32, 1)));
 }
 
-// 8 rows of 4 unsigned nibbles each, as 32 bytes.
-using Nibbles = __m256i;
-inline void load_nibbles(const uint8_t* p, Nibbles& low, Nibbles& high) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    const __m256i bytes = _mm256_loadu_si256((const __m256i*)p);
-    low = _mm256_and_si256(bytes, mask);
-    high = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask);
-}
-
-// Sums nibble * int8 over one group of 32 for 8 rows. Without VNNI the sums stay in
-// 16 bits: 8 steps of at most 2 * 15 * 127 reach 30480, under 32767.
-struct NibbleDot {
-    enum { BYTES_PER_COLUMN = 1 };
-    __m256i acc = _mm256_setzero_si256();
-    void add(Nibbles w, const int8_t* x) {
-        int32_t four;
-        std::memcpy(&four, x, 4);
-        const __m256i broadcast = _mm256_set1_epi32(four);
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-        acc = _mm256_dpbusd_epi32(acc, w, broadcast);
-#else
-        acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, broadcast));
-#endif
-    }
-    __m256i sums() const {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-        return acc;
-#else
-        return _mm256_madd_epi16(acc, _mm256_set1_epi16(1));
-#endif
-    }
-    F8 finish() const { return {_mm256_cvtepi32_ps(sums())}; }
-};
-
-// The same with values 256 * high + low, given as four high bytes, then four low ones.
-struct NibbleDotPair {
-    enum { BYTES_PER_COLUMN = 2 };
-    NibbleDot high, low;
-    void add(Nibbles w, const int8_t* x) {
-        high.add(w, x);
-        low.add(w, x + 4);
-    }
-    F8 finish() const {
-        return {_mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high.sums(), 8), low.sums()))};
-    }
-};
-
-// 8 rows of 2 signed bytes each, widened to 16 bits.
-using BytePairs = __m256i;
-inline BytePairs load_byte_pairs(const int8_t* p) {
-    return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
-}
-
-// Sums int8 * int16 over a group of 32 for 8 rows: at most 32 * 128 * 32767, under 2^31.
-struct ByteDot {
-    __m256i acc = _mm256_setzero_si256();
-    void add(BytePairs w, const int16_t* x) {
-        int32_t two;
-        std::memcpy(&two, x, 4);
-        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w, _mm256_set1_epi32(two)));
-    }
-    F8 finish() const { return {_mm256_cvtepi32_ps(acc)}; }
-};
-
 #elif defined(KV_NEON)
 
 struct F8 {
@@ -196,6 +138,14 @@ struct F8 {
         const uint16x8_t h = vld1q_u16((const uint16_t*)p);
         return {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)),
                 vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(h), 16))};
+    }
+    static F8 load(const uint8_t* p) {
+        const uint16x8_t wide = vmovl_u8(vld1_u8(p));
+        return {vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(wide)))};
+    }
+    static F8 load(const int8_t* p) {
+        const int16x8_t wide = vmovl_s8(vld1_s8(p));
+        return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide)))};
     }
     void store(float* p) const {
         vst1q_f32(p, a);
@@ -229,61 +179,6 @@ inline int16x8_t to_int16(F8 rounded) {
 inline void store_int8(F8 rounded, int8_t* p) { vst1_s8(p, vqmovn_s16(to_int16(rounded))); }
 inline void store_int16(F8 rounded, int16_t* p) { vst1q_s16(p, to_int16(rounded)); }
 
-struct Nibbles {
-    int8x16_t a, b;
-};
-inline void load_nibbles(const uint8_t* p, Nibbles& low, Nibbles& high) {
-    const uint8x16_t mask = vdupq_n_u8(15), a = vld1q_u8(p), b = vld1q_u8(p + 16);
-    low = {vreinterpretq_s8_u8(vandq_u8(a, mask)), vreinterpretq_s8_u8(vandq_u8(b, mask))};
-    high = {vreinterpretq_s8_u8(vshrq_n_u8(a, 4)), vreinterpretq_s8_u8(vshrq_n_u8(b, 4))};
-}
-struct NibbleDot {
-    enum { BYTES_PER_COLUMN = 1 };
-    int32x4_t a = vdupq_n_s32(0), b = vdupq_n_s32(0);
-    void add(Nibbles w, const int8_t* x) {
-        int32_t four;
-        std::memcpy(&four, x, 4);
-        const int8x16_t broadcast = vreinterpretq_s8_s32(vdupq_n_s32(four));
-        a = vdotq_s32(a, w.a, broadcast);
-        b = vdotq_s32(b, w.b, broadcast);
-    }
-    F8 finish() const { return {vcvtq_f32_s32(a), vcvtq_f32_s32(b)}; }
-};
-struct NibbleDotPair {
-    enum { BYTES_PER_COLUMN = 2 };
-    NibbleDot high, low;
-    void add(Nibbles w, const int8_t* x) {
-        high.add(w, x);
-        low.add(w, x + 4);
-    }
-    F8 finish() const {
-        return {vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(high.a, 8), low.a)),
-                vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(high.b, 8), low.b))};
-    }
-};
-
-struct BytePairs {
-    int16x8_t a, b;
-};
-inline BytePairs load_byte_pairs(const int8_t* p) {
-    const int8x16_t bytes = vld1q_s8(p);
-    return {vmovl_s8(vget_low_s8(bytes)), vmovl_s8(vget_high_s8(bytes))};
-}
-struct ByteDot {
-    int32x4_t a = vdupq_n_s32(0), b = vdupq_n_s32(0);
-    void add(BytePairs w, const int16_t* x) {
-        int32_t two;
-        std::memcpy(&two, x, 4);
-        const int16x8_t broadcast = vreinterpretq_s16_s32(vdupq_n_s32(two));
-        const auto pairs = [&](int16x8_t v) {
-            return vpaddq_s32(vmull_s16(vget_low_s16(v), vget_low_s16(broadcast)), vmull_high_s16(v, broadcast));
-        };
-        a = vaddq_s32(a, pairs(w.a));
-        b = vaddq_s32(b, pairs(w.b));
-    }
-    F8 finish() const { return {vcvtq_f32_s32(a), vcvtq_f32_s32(b)}; }
-};
-
 #else
 
 struct F8 {
@@ -299,6 +194,8 @@ struct F8 {
     static F8 load(const float* p) { return make([&](int i) { return p[i]; }); }
     static F8 load(const uint16_t* p) { return make([&](int i) { return half_to_float(p[i]); }); }
     static F8 load(const BFloat16* p) { return make([&](int i) { return p[i].value(); }); }
+    static F8 load(const uint8_t* p) { return make([&](int i) { return float(p[i]); }); }
+    static F8 load(const int8_t* p) { return make([&](int i) { return float(p[i]); }); }
     void store(float* p) const { std::memcpy(p, v, sizeof v); }
     void store(uint16_t* p) const {
         for (int i = 0; i < 8; i++) p[i] = float_to_half(v[i]);
@@ -330,50 +227,6 @@ inline void store_int8(F8 rounded, int8_t* p) {
 inline void store_int16(F8 rounded, int16_t* p) {
     for (int i = 0; i < 8; i++) p[i] = int16_t(rounded.v[i]);
 }
-
-struct Nibbles {
-    uint8_t v[32];
-};
-inline void load_nibbles(const uint8_t* p, Nibbles& low, Nibbles& high) {
-    for (int i = 0; i < 32; i++) {
-        low.v[i] = p[i] & 15;
-        high.v[i] = p[i] >> 4;
-    }
-}
-struct NibbleDot {
-    enum { BYTES_PER_COLUMN = 1 };
-    int32_t acc[8] = {};
-    void add(const Nibbles& w, const int8_t* x) {
-        for (int r = 0; r < 8; r++)
-            for (int j = 0; j < 4; j++) acc[r] += w.v[4 * r + j] * x[j];
-    }
-    F8 finish() const { return F8::make([&](int i) { return float(acc[i]); }); }
-};
-struct NibbleDotPair {
-    enum { BYTES_PER_COLUMN = 2 };
-    NibbleDot high, low;
-    void add(const Nibbles& w, const int8_t* x) {
-        high.add(w, x);
-        low.add(w, x + 4);
-    }
-    F8 finish() const { return F8::make([&](int i) { return float(256 * high.acc[i] + low.acc[i]); }); }
-};
-
-struct BytePairs {
-    int8_t v[16];
-};
-inline BytePairs load_byte_pairs(const int8_t* p) {
-    BytePairs out;
-    std::memcpy(out.v, p, 16);
-    return out;
-}
-struct ByteDot {
-    int32_t acc[8] = {};
-    void add(const BytePairs& w, const int16_t* x) {
-        for (int r = 0; r < 8; r++) acc[r] += w.v[2 * r] * x[0] + w.v[2 * r + 1] * x[1];
-    }
-    F8 finish() const { return F8::make([&](int i) { return float(acc[i]); }); }
-};
 
 #endif
 

@@ -1,0 +1,248 @@
+// Integer dot products of packed weights with quantised activations, one spelling for
+// every instruction set.
+#pragma once
+
+#include <type_traits>
+
+#include "simd.h"
+
+namespace KV_ISA {
+
+#if defined(KV_X86)
+
+// 8 rows of 4 unsigned codes each: byte 4 r + j is row r's column j.
+struct Codes {
+    __m256i v;
+};
+inline Codes load_codes(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*)p)}; }
+inline void store(Codes c, uint8_t* p) { _mm256_storeu_si256((__m256i*)p, c.v); }
+inline Codes operator|(Codes a, Codes b) { return {_mm256_or_si256(a.v, b.v)}; }
+// WIDTH bits of every byte, moved from bit FROM to bit TO.
+template <int FROM, int TO, int WIDTH>
+inline Codes move_bits(Codes c) {
+    const __m256i mask = _mm256_set1_epi8(char(((1 << WIDTH) - 1) << TO));
+    if constexpr (FROM > TO) return {_mm256_and_si256(_mm256_srli_epi16(c.v, FROM - TO), mask)};
+    if constexpr (FROM < TO) return {_mm256_and_si256(_mm256_slli_epi16(c.v, TO - FROM), mask)};
+    return {_mm256_and_si256(c.v, mask)};
+}
+inline Codes look_up(Codes c, const int8_t (&table)[16]) {
+    const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+    return {_mm256_shuffle_epi8(values, c.v)};
+}
+
+// 8 sums of 32 bits.
+struct Sums {
+    __m256i v;
+    F8 floats() const { return {_mm256_cvtepi32_ps(v)}; }
+};
+inline Sums operator+(Sums a, Sums b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline Sums times_256(Sums a) { return {_mm256_slli_epi32(a.v, 8)}; }
+
+// Sums codes below 2^BITS times int8 over 4 * STEPS columns; step s reads 4 bytes at x + s * STRIDE.
+// Without VNNI two products are summed in 16 bits, and as many of those as fit into them:
+// 2 * 15 * 128 * 8 = 30720, 2 * 31 * 128 * 4 = 31744 and 2 * 63 * 128 * 2 = 32256, all under 32767.
+template <int BITS, int STEPS, int STRIDE>
+inline Sums dot_codes(const Codes* w, const int8_t* x) {
+    const auto four = [x](int s) {
+        int32_t bytes;
+        std::memcpy(&bytes, x + s * STRIDE, 4);
+        return _mm256_set1_epi32(bytes);
+    };
+    __m256i total = _mm256_setzero_si256();
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    for (int s = 0; s < STEPS; s++) total = _mm256_dpbusd_epi32(total, w[s].v, four(s));
+#else
+    constexpr int in_16_bits = BITS <= 4 ? 8 : BITS == 5 ? 4 : 2;
+    static_assert(BITS <= 6);
+    for (int first = 0; first < STEPS; first += in_16_bits) {
+        __m256i sum = _mm256_maddubs_epi16(w[first].v, four(first));
+        for (int s = first + 1; s < first + in_16_bits && s < STEPS; s++)
+            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w[s].v, four(s)));
+        const __m256i wide = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+        total = first ? _mm256_add_epi32(total, wide) : wide;
+    }
+#endif
+    return {total};
+}
+
+// 8 rows of 2 signed bytes each, widened to 16 bits: byte 2 r + j is row r's column j.
+using BytePairs = __m256i;
+inline BytePairs load_byte_pairs(const int8_t* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+}
+inline void store(BytePairs w, int16_t* p) { _mm256_storeu_si256((__m256i*)p, w); }
+// The pairs that 16 low and 16 high nibbles name.
+inline void look_up_pairs(const uint8_t* p, const int8_t (&table)[16], BytePairs& low, BytePairs& high) {
+    const __m128i values = _mm_loadu_si128((const __m128i*)table), bytes = _mm_loadu_si128((const __m128i*)p);
+    const __m128i mask = _mm_set1_epi8(15);
+    low = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(values, _mm_and_si128(bytes, mask)));
+    high = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(bytes, 4), mask)));
+}
+
+// Sums int8 * int16 over a group of 32 for 8 rows: at most 32 * 128 * 32767, under 2^31.
+struct ByteDot {
+    __m256i acc = _mm256_setzero_si256();
+    void add(BytePairs w, const int16_t* x) {
+        int32_t two;
+        std::memcpy(&two, x, 4);
+        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w, _mm256_set1_epi32(two)));
+    }
+    F8 finish() const { return {_mm256_cvtepi32_ps(acc)}; }
+};
+
+#elif defined(KV_NEON)
+
+struct Codes {
+    uint8x16_t a, b;
+};
+inline Codes load_codes(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16)}; }
+inline void store(Codes c, uint8_t* p) {
+    vst1q_u8(p, c.a);
+    vst1q_u8(p + 16, c.b);
+}
+inline Codes operator|(Codes x, Codes y) { return {vorrq_u8(x.a, y.a), vorrq_u8(x.b, y.b)}; }
+template <int FROM, int TO, int WIDTH>
+inline Codes move_bits(Codes c) {
+    const uint8x16_t mask = vdupq_n_u8(uint8_t(((1 << WIDTH) - 1) << TO));
+    const auto move = [mask](uint8x16_t v) {
+        if constexpr (FROM > TO) v = vshrq_n_u8(v, FROM - TO);
+        if constexpr (FROM < TO) v = vshlq_n_u8(v, TO - FROM);
+        return vandq_u8(v, mask);
+    };
+    return {move(c.a), move(c.b)};
+}
+inline Codes look_up(Codes c, const int8_t (&table)[16]) {
+    const uint8x16_t values = vreinterpretq_u8_s8(vld1q_s8(table));
+    return {vqtbl1q_u8(values, c.a), vqtbl1q_u8(values, c.b)};
+}
+
+struct Sums {
+    int32x4_t a, b;
+    F8 floats() const { return {vcvtq_f32_s32(a), vcvtq_f32_s32(b)}; }
+};
+inline Sums operator+(Sums x, Sums y) { return {vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)}; }
+inline Sums times_256(Sums x) { return {vshlq_n_s32(x.a, 8), vshlq_n_s32(x.b, 8)}; }
+
+template <int BITS, int STEPS, int STRIDE>
+inline Sums dot_codes(const Codes* w, const int8_t* x) {
+    static_assert(BITS <= 7);  // codes are read as signed bytes
+    Sums total{vdupq_n_s32(0), vdupq_n_s32(0)};
+    for (int s = 0; s < STEPS; s++) {
+        int32_t four;
+        std::memcpy(&four, x + s * STRIDE, 4);
+        const int8x16_t broadcast = vreinterpretq_s8_s32(vdupq_n_s32(four));
+        total.a = vdotq_s32(total.a, vreinterpretq_s8_u8(w[s].a), broadcast);
+        total.b = vdotq_s32(total.b, vreinterpretq_s8_u8(w[s].b), broadcast);
+    }
+    return total;
+}
+
+struct BytePairs {
+    int16x8_t a, b;
+};
+inline BytePairs widened(int8x16_t bytes) { return {vmovl_s8(vget_low_s8(bytes)), vmovl_s8(vget_high_s8(bytes))}; }
+inline BytePairs load_byte_pairs(const int8_t* p) { return widened(vld1q_s8(p)); }
+inline void store(BytePairs w, int16_t* p) {
+    vst1q_s16(p, w.a);
+    vst1q_s16(p + 8, w.b);
+}
+inline void look_up_pairs(const uint8_t* p, const int8_t (&table)[16], BytePairs& low, BytePairs& high) {
+    const int8x16_t values = vld1q_s8(table);
+    const uint8x16_t bytes = vld1q_u8(p);
+    low = widened(vqtbl1q_s8(values, vandq_u8(bytes, vdupq_n_u8(15))));
+    high = widened(vqtbl1q_s8(values, vshrq_n_u8(bytes, 4)));
+}
+struct ByteDot {
+    int32x4_t a = vdupq_n_s32(0), b = vdupq_n_s32(0);
+    void add(BytePairs w, const int16_t* x) {
+        int32_t two;
+        std::memcpy(&two, x, 4);
+        const int16x8_t broadcast = vreinterpretq_s16_s32(vdupq_n_s32(two));
+        const auto pairs = [&](int16x8_t v) {
+            return vpaddq_s32(vmull_s16(vget_low_s16(v), vget_low_s16(broadcast)), vmull_high_s16(v, broadcast));
+        };
+        a = vaddq_s32(a, pairs(w.a));
+        b = vaddq_s32(b, pairs(w.b));
+    }
+    F8 finish() const { return {vcvtq_f32_s32(a), vcvtq_f32_s32(b)}; }
+};
+
+#else
+
+struct Codes {
+    uint8_t v[32];
+    template <class Function>
+    static Codes make(Function f) {
+        Codes out;
+        for (int i = 0; i < 32; i++) out.v[i] = uint8_t(f(i));
+        return out;
+    }
+};
+inline Codes load_codes(const uint8_t* p) { return Codes::make([&](int i) { return p[i]; }); }
+inline void store(const Codes& c, uint8_t* p) { std::memcpy(p, c.v, 32); }
+inline Codes operator|(const Codes& a, const Codes& b) { return Codes::make([&](int i) { return a.v[i] | b.v[i]; }); }
+template <int FROM, int TO, int WIDTH>
+inline Codes move_bits(const Codes& c) {
+    return Codes::make([&](int i) { return (c.v[i] >> FROM & ((1 << WIDTH) - 1)) << TO; });
+}
+inline Codes look_up(const Codes& c, const int8_t (&table)[16]) {
+    return Codes::make([&](int i) { return table[c.v[i]]; });
+}
+
+struct Sums {
+    int32_t v[8];
+    F8 floats() const { return F8::make([&](int i) { return float(v[i]); }); }
+};
+inline Sums operator+(Sums a, const Sums& b) {
+    for (int i = 0; i < 8; i++) a.v[i] += b.v[i];
+    return a;
+}
+inline Sums times_256(Sums a) {
+    for (int i = 0; i < 8; i++) a.v[i] *= 256;
+    return a;
+}
+
+template <int BITS, int STEPS, int STRIDE>
+inline Sums dot_codes(const Codes* w, const int8_t* x) {
+    Sums total{};
+    for (int s = 0; s < STEPS; s++)
+        for (int r = 0; r < 8; r++)
+            for (int j = 0; j < 4; j++) total.v[r] += w[s].v[4 * r + j] * x[s * STRIDE + j];
+    return total;
+}
+
+struct BytePairs {
+    int8_t v[16];
+};
+inline BytePairs load_byte_pairs(const int8_t* p) {
+    BytePairs out;
+    std::memcpy(out.v, p, 16);
+    return out;
+}
+inline void store(const BytePairs& w, int16_t* p) {
+    for (int i = 0; i < 16; i++) p[i] = w.v[i];
+}
+inline void look_up_pairs(const uint8_t* p, const int8_t (&table)[16], BytePairs& low, BytePairs& high) {
+    for (int i = 0; i < 16; i++) {
+        low.v[i] = table[p[i] & 15];
+        high.v[i] = table[p[i] >> 4];
+    }
+}
+struct ByteDot {
+    int32_t acc[8] = {};
+    void add(const BytePairs& w, const int16_t* x) {
+        for (int r = 0; r < 8; r++) acc[r] += w.v[2 * r] * x[0] + w.v[2 * r + 1] * x[1];
+    }
+    F8 finish() const { return F8::make([&](int i) { return float(acc[i]); }); }
+};
+
+#endif
+
+// The same sums with 16-bit activations given as high and low bytes, 4 of each in turn: 256 * high + low.
+// At most 32 * 31 * 32639 or 16 * 63 * 32639, under 2^31.
+template <int BITS, int STEPS>
+inline Sums dot_code_pairs(const Codes* w, const int8_t* x) {
+    return times_256(dot_codes<BITS, STEPS, 8>(w, x)) + dot_codes<BITS, STEPS, 8>(w, x + 4);
+}
+
+}  // namespace KV_ISA
