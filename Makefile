@@ -39,7 +39,7 @@ lint: $(TEST_SETUP)
 	$(BIN)/pyright
 
 test: $(TEST_SETUP) lint
-	QT_QPA_PLATFORM=offscreen $(BIN)/python -m pytest $(PYTEST_ARGS)
+	QT_QPA_PLATFORM=offscreen $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -12,13 +12,12 @@ from engine.dtypes import dtype_name
 from engine.kv_cache import kv_bytes_per_token
 from engine.loading.describe import describe
 from engine.models import LoadCancelled, LoadedModel, load_model, release_memory
-from engine.models.native_decoder import why_not_native
 from engine.placement import choose_num_blocks, max_batched_tokens, resolve_device
 from engine.protocol import EngineConfig, ModelInfo
 from engine.runner import Runner, make_runner, runner_kv_dtype
-from engine.scheduler import check_budget
+from engine.scheduler import LengthFloor, check_budget
+from engine.speculation.draft_loading import DraftParts, LoadedDraft, check_speculation, load_draft
 from engine.text.tokenizer import Tokenizer, load_tokenizer
-from kernels import ops
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,10 @@ class EngineParts:
     max_batched_tokens: int
     workspace_bytes: int
     prefix_caching: bool
+    num_draft_tokens: int
+    draft: DraftParts | None
+    """The draft model, with `info.speculation` "draft"."""
+    length_floor: LengthFloor
 
 
 def load(
@@ -50,36 +53,49 @@ def load(
     on_progress("Reading the tokenizer", 0, 0)
     tokenizer = load_tokenizer(path)
     loaded = load_model(path, config, device, on_progress, cancelled)
+    draft = None
     try:
+        if config.speculation == "draft":
+            draft = load_draft(config, tokenizer, loaded.config.max_context, device, on_progress, cancelled)
         on_progress("Making room for the KV cache", 0, 0)
-        parts = assemble(config, path, loaded, tokenizer, started)
+        parts = assemble(config, path, loaded, tokenizer, started, draft)
         if cancelled():
             raise LoadCancelled
         return parts
     except BaseException:
-        del loaded
+        del loaded, draft
         release_memory()
         raise
 
 
 def assemble(
-    config: EngineConfig, path: Path, loaded: LoadedModel, tokenizer: Tokenizer, started: float | None = None
+    config: EngineConfig,
+    path: Path,
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    started: float | None = None,
+    draft: LoadedDraft | None = None,
 ) -> EngineParts:
-    """Makes a KV cache for weights that are loaded already. `started` is when loading began.
+    """Makes KV caches for weights that are loaded already. `started` is when loading began.
 
     Raises `ValueError` for options that cannot be, or if the cache does not fit into memory.
     """
     refuse_unavailable(config)
-    if loaded.native and (obstacle := why_not_native(loaded.config, config.block_size)) is not None:
-        raise ValueError(f"the weights are packed for the native CPU kernels, which do not support {obstacle}")
     kv_dtype = runner_kv_dtype(loaded, config.kv_dtype)
     bytes_per_token = kv_bytes_per_token(loaded.config, kv_dtype)
-    num_blocks = choose_num_blocks(config, loaded.config.max_context, bytes_per_token, loaded.device)
+    draft_bytes_per_token = 0 if draft is None else draft.kv_bytes_per_token
+    num_blocks = choose_num_blocks(
+        config, loaded.config.max_context, bytes_per_token + draft_bytes_per_token, loaded.device
+    )
     budget = max_batched_tokens(config, loaded.device)
     runner = make_runner(loaded, num_blocks, config.block_size, kv_dtype, budget)
     workspace = runner.workspace_bytes
     if workspace is None:
-        workspace = memory.workspace_bytes(describe(path).shape, budget, config.max_num_seqs)
+        num_rows = config.max_num_seqs * (1 + (config.num_draft_tokens if config.speculation is not None else 0))
+        workspace = memory.workspace_bytes(describe(path).shape, budget, num_rows)
+    parts_of_draft = None if draft is None else DraftParts.make(draft, config, num_blocks, budget)
+    if parts_of_draft is not None:
+        workspace += parts_of_draft.runner.workspace_bytes or 0
     template = tokenizer.chat_template
     info = ModelInfo(
         name=model_name(config.model, path),
@@ -91,7 +107,7 @@ def assemble(
         vocab_size=loaded.config.vocab_size,
         max_context=loaded.config.max_context,
         device=str(loaded.device),
-        kernels=ops.describe_backend() if loaded.native else "reference",
+        kernels=loaded.kernels(config.block_size),
         dtype=dtype_name(loaded.dtype),
         kv_dtype=dtype_name(kv_dtype),
         weight_bytes=loaded.weight_bytes,
@@ -101,23 +117,27 @@ def assemble(
         max_num_seqs=config.max_num_seqs,
         load_seconds=0.0 if started is None else time.monotonic() - started,
         supports_system_role=template is None or template.supports_system_role,
+        backend=loaded.backend,
+        quantization=loaded.quantization,
+        speculation=config.speculation,
+        draft_model=None if draft is None else model_name(config.draft_model or draft.path, Path(draft.path)),
     )
-    return EngineParts(info, tokenizer, runner, budget, workspace, config.prefix_caching)
+    return EngineParts(
+        info,
+        tokenizer,
+        runner,
+        budget,
+        workspace,
+        config.prefix_caching,
+        config.num_draft_tokens,
+        parts_of_draft,
+        loaded.config.length_floor,
+    )
 
 
 def refuse_unavailable(config: EngineConfig) -> None:
     """Raises `ValueError` naming an option this engine does not have, so that none is silently ignored."""
-    if config.backend == "transformers":
-        raise ValueError("backend='transformers' is not available yet: use 'auto' or 'native'")
-    if config.quantization is not None:
-        raise ValueError(
-            f"quantization={config.quantization!r} is not available yet: "
-            "leave it out, or choose a model file that is quantised already"
-        )
-    if config.kv_dtype == "int8":
-        raise ValueError("kv_dtype='int8' is not available yet: use auto, fp32 or fp16")
-    if config.speculation is not None or config.draft_model is not None:
-        raise ValueError("speculation and draft_model are not available yet: leave them out")
+    check_speculation(config)
     for name in ("max_num_seqs", "block_size", "max_batched_tokens", "num_kv_blocks", "max_context"):
         value = getattr(config, name)
         if value is not None and value < 1:

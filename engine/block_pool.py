@@ -26,8 +26,9 @@ class Block:
     """One block of KV slots.
 
     `content_id` names what the block and all before it contain: two full blocks have the same id
-    only if their tokens and their whole prefixes are equal. A block with a `block_hash` can be
-    found by others; `token_ids` and `parent_content_id` are what a hit is verified against.
+    only if their tokens, their whole prefixes and their requests' `length_floor` are equal. A block
+    with a `block_hash` can be found by others; `token_ids` and `parent_content_id` are what a hit is
+    verified against.
     """
 
     block_id: int
@@ -170,7 +171,7 @@ class BlockPool:
         if not self.prefix_caching:
             return []
         found: list[int] = []
-        parent_content_id = ROOT_CONTENT_ID
+        parent_content_id = self._root_content_id(request)
         for index in range((request.num_tokens - 1) // self.block_size):
             block_id = self._by_hash.get(self._hash_of(request, index))
             if block_id is None:
@@ -192,7 +193,7 @@ class BlockPool:
             return
         for index in range(first_block, end_block):
             block = self._blocks[request.block_table[index]]
-            parent_content_id = ROOT_CONTENT_ID
+            parent_content_id = self._root_content_id(request)
             if index > 0:
                 content_id = self._blocks[request.block_table[index - 1]].content_id
                 assert content_id is not None, "blocks are registered in order"
@@ -243,9 +244,18 @@ class BlockPool:
     def _hash_of(self, request: Request, index: int) -> bytes:
         hashes = request.block_hashes
         while len(hashes) <= index:
-            parent = hashes[-1] if hashes else self._root_hash
+            parent = hashes[-1] if hashes else self._root_hash_of(request)
             hashes.append(self._block_hash(parent, self._tokens_of(request, len(hashes))))
         return hashes[index]
+
+    def _root_content_id(self, request: Request) -> int:
+        """What stands in the parent's place for a first block: none that a block has."""
+        return ROOT_CONTENT_ID - request.length_floor
+
+    def _root_hash_of(self, request: Request) -> bytes:
+        if request.length_floor == 0:
+            return self._root_hash
+        return self._block_hash(self._root_hash, (request.length_floor,))
 
     # ------------------------------------------------------------ block map
 

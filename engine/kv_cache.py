@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
+
 import torch
 
-from engine.dtypes import DTYPES
+from engine.dtypes import KV_DTYPES
 from engine.models.config import ModelConfig
+from kernels.kv import KVLayer
+
+_SCALE = torch.float32
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers, in either kind of cache."""
-    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    """Keys and values of one token in all layers, in either kind of cache; int8 has a scale for each head's."""
+    per_head = config.head_dim * dtype.itemsize + (_SCALE.itemsize if dtype == torch.int8 else 0)
+    return config.num_layers * 2 * config.num_kv_heads * per_head
 
 
 class KVCache:
     """Keys and values of all layers for `num_blocks` blocks of `block_size` tokens.
 
-    `layers[i]` is [num_blocks, block_size, 2, num_kv_heads, head_dim]: a block's keys and values lie
-    together, so that one copy moves both. Memory is zeroed and, on a CPU, touched only when written.
+    Memory is zeroed and, on a CPU, touched only when written.
     """
 
     def __init__(
@@ -28,8 +35,14 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
-        shape = (num_blocks, block_size, 2, config.num_kv_heads, config.head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        shape = (num_blocks, block_size, 2, config.num_kv_heads)
+
+        def layer() -> KVLayer:
+            data = _zeros((*shape, config.head_dim), dtype, device)
+            scales = _zeros(shape, _SCALE, device) if dtype == torch.int8 else None
+            return KVLayer(data, scales)
+
+        self.layers = [layer() for _ in range(config.num_layers)]
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +53,8 @@ class NativeKVCache:
     """The same for the native CPU kernels, in the layout they read (kernels/cpu/src/kvasir_cpu.h).
 
     `keys[i]` is [num_blocks, num_kv_heads, head_dim, block_size], `values[i]`
-    [num_blocks, num_kv_heads, block_size, head_dim].
+    [num_blocks, num_kv_heads, block_size, head_dim]. For int8, `key_scales[i]` and `value_scales[i]` are
+    [num_blocks, num_kv_heads, block_size]; otherwise both lists are empty.
     """
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
@@ -51,23 +65,37 @@ class NativeKVCache:
         self.dtype = dtype
         heads, size = config.num_kv_heads, config.head_dim
         layers = range(config.num_layers)
-        self.keys = [torch.zeros(num_blocks, heads, size, block_size, dtype=dtype) for _ in layers]
-        self.values = [torch.zeros(num_blocks, heads, block_size, size, dtype=dtype) for _ in layers]
+        scaled = layers if dtype == torch.int8 else ()
+        self.keys = [_zeros((num_blocks, heads, size, block_size), dtype) for _ in layers]
+        self.values = [_zeros((num_blocks, heads, block_size, size), dtype) for _ in layers]
+        self.key_scales = [_zeros((num_blocks, heads, block_size), _SCALE) for _ in scaled]
+        self.value_scales = [_zeros((num_blocks, heads, block_size), _SCALE) for _ in scaled]
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        tensors = (*self.keys, *self.values, *self.key_scales, *self.value_scales)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """Zeros whose pages, on a CPU, the system gives only when they are written: torch.zeros writes them all."""
+    if device is not None and device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape)
+    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    pages = mmap.mmap(-1, count * dtype.itemsize, **private)
+    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 
 
 def native_kv_dtype(name: str) -> torch.dtype:
     """As `kv_cache_dtype`, for the native kernels: "auto" is fp16, half the memory at no loss that shows."""
-    if name in ("auto", "fp16"):
-        return torch.float16
-    if name == "fp32":
-        return torch.float32
-    raise ValueError(f"kv_dtype={name!r} is not available with the native CPU kernels; choose auto, fp16 or fp32")
+    if name == "bf16":
+        raise ValueError(
+            "kv_dtype='bf16' is not available with the native CPU kernels; choose auto, fp16, fp32 or int8"
+        )
+    return kv_cache_dtype(name, torch.float16)
 
 
 def kv_cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
     """The dtype `EngineConfig.kv_dtype` asks for; "auto" is the model's own. Raises KeyError for a name of none."""
-    return model_dtype if name == "auto" else DTYPES[name]
+    return model_dtype if name == "auto" else KV_DTYPES[name]

@@ -39,6 +39,8 @@ class Completion:
     metrics: RequestMetrics | None = None
     error: str | None = None
     seed: int = 0
+    dropped_messages: int = 0
+    """Oldest messages of the conversation that `params.overflow` left out."""
 
     def take(self, output: RequestOutput) -> None:
         self.text += output.text
@@ -102,6 +104,7 @@ class LLM:
         speculation: Literal["ngram", "draft"] | None = None,
         draft_model: str | None = None,
         num_draft_tokens: int = 4,
+        quantization_group_size: Literal[32, 64, 128] = 32,
     ) -> None:
         config = EngineConfig(
             model=str(model),
@@ -119,6 +122,7 @@ class LLM:
             speculation=speculation,
             draft_model=draft_model,
             num_draft_tokens=num_draft_tokens,
+            quantization_group_size=quantization_group_size,
         )
         # A round trip through the wire format checks types and choices the way the worker does.
         config = msgspec.convert(msgspec.to_builtins(config), EngineConfig)
@@ -174,13 +178,14 @@ class LLM:
         """
         batch = _as_conversations(conversations)
         own_params = _params_for(batch, params)
-        token_ids: list[list[int]] = []
-        for messages, own in zip(batch, own_params):
-            prepared = build_prompt(
-                self.engine.tokenizer, messages, self.engine.token_limit, own.max_tokens, own.overflow
-            )
-            token_ids.append(prepared.token_ids)
-        return self._run(token_ids, own_params)
+        prompts = [
+            build_prompt(self.engine.tokenizer, messages, self.engine.token_limit, own.max_tokens, own.overflow)
+            for messages, own in zip(batch, own_params)
+        ]
+        completions = self._run([prompt.token_ids for prompt in prompts], own_params)
+        for completion, prompt in zip(completions, prompts):
+            completion.dropped_messages = prompt.dropped_messages
+        return completions
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AnswerStream:
         """Iterates over the answer to one prompt as it comes.
@@ -257,8 +262,8 @@ class LLM:
             "kv_blocks_total": engine.pool.num_blocks,
             "kv_blocks_used": engine.pool.num_used,
             "kv_blocks_cached": engine.pool.num_cached,
-            "drafted_tokens": 0,
-            "accepted_tokens": 0,
+            "drafted_tokens": sum(engine.metrics.drafted_by_position),
+            "accepted_tokens": sum(engine.metrics.accepted_by_position),
         }
 
     def close(self) -> None:

@@ -26,6 +26,8 @@ def describe_worker() -> WorkerStarted:
     warnings = []
     if torch.cuda.is_available():
         device, device_name = "cuda", torch.cuda.get_device_name(0)
+        if not ops.is_forced() and (reason := ops.why_no_triton_kernels()) is not None:
+            warnings.append(f"The engine runs on {device_name} without its own kernels, much slower: {reason}.")
     else:
         device, device_name = "cpu", processor_name()
         if (reason := why_no_cuda()) is not None:

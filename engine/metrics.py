@@ -86,6 +86,8 @@ class Metrics:
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
         self.num_finished = 0
+        self.drafted_by_position: list[int] = []
+        self.accepted_by_position: list[int] = []
         self._records: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
         self._num_reported = 0
 
@@ -109,7 +111,10 @@ class Metrics:
         self._records.append(StepRecord(self.num_steps, start, end, entries, num_preempted))
         self.num_steps += 1
         self.num_prefill_tokens += sum(entry.prefill_tokens for entry in entries)
-        self.num_decode_tokens += sum(entry.decode_tokens for entry in entries)
+        self.num_decode_tokens += sum(_decoded(entry) for entry in entries)
+        for entry in entries:
+            _count_positions(self.drafted_by_position, entry.draft_tokens)
+            _count_positions(self.accepted_by_position, entry.accepted_tokens)
 
     def take_step_records(self) -> list[StepRecord]:
         """The step records since the last call, the oldest dropped if there were too many."""
@@ -122,7 +127,7 @@ class Metrics:
         prefill = decode = 0.0
         for share, record in self._last_second(now):
             prefill += share * sum(entry.prefill_tokens for entry in record.entries)
-            decode += share * sum(entry.decode_tokens for entry in record.entries)
+            decode += share * sum(_decoded(entry) for entry in record.entries)
         return prefill / RATE_WINDOW_S, decode / RATE_WINDOW_S
 
     def request_rates(self, running: Iterable[Request], now: float) -> dict[str, float]:
@@ -131,7 +136,7 @@ class Metrics:
         for share, record in self._last_second(now):
             for entry in record.entries:
                 if entry.request_id in rates:
-                    rates[entry.request_id] += share * entry.decode_tokens / RATE_WINDOW_S
+                    rates[entry.request_id] += share * _decoded(entry) / RATE_WINDOW_S
         return rates
 
     def _last_second(self, now: float) -> Iterable[tuple[float, StepRecord]]:
@@ -147,6 +152,17 @@ class Metrics:
             yield (min(1.0, (record.end - since) / duration) if duration > 0 else 1.0), record
 
 
+def _decoded(entry: StepEntry) -> int:
+    """Tokens of the answer that decoding yielded."""
+    return entry.decode_tokens + entry.accepted_tokens
+
+
+def _count_positions(counts: list[int], num_drafts: int) -> None:
+    counts.extend([0] * (num_drafts - len(counts)))
+    for position in range(num_drafts):
+        counts[position] += 1
+
+
 def request_metrics(request: Request) -> RequestMetrics:
     """A request's own figures, at its end."""
     first, last = request.first_token_time, request.last_token_time
@@ -160,11 +176,18 @@ def request_metrics(request: Request) -> RequestMetrics:
         ttft_ms=None if first is None else (first - request.arrival_time) * 1e3,
         tpot_ms=(last - first) * 1e3 / gaps if first is not None and last is not None and gaps > 0 else None,
         preemptions=request.num_preemptions,
+        drafted_tokens=request.num_drafted_tokens,
+        accepted_tokens=request.num_accepted_tokens,
     )
 
 
 def collect_telemetry(
-    scheduler: Scheduler, metrics: Metrics, owners: OwnerSlots, memory: MemoryBreakdown, full_map: bool
+    scheduler: Scheduler,
+    metrics: Metrics,
+    owners: OwnerSlots,
+    memory: MemoryBreakdown,
+    full_map: bool,
+    speculation_note: str = "",
 ) -> Telemetry:
     """Takes changes and step records since the last call; with `full_map` the block map starts anew."""
     now = time.monotonic()
@@ -194,4 +217,9 @@ def collect_telemetry(
         preemptions=scheduler.num_preemptions,
         steps=metrics.take_step_records(),
         request_rates=metrics.request_rates(scheduler.running, now),
+        drafted_tokens=sum(metrics.drafted_by_position),
+        accepted_tokens=sum(metrics.accepted_by_position),
+        drafted_by_position=list(metrics.drafted_by_position),
+        accepted_by_position=list(metrics.accepted_by_position),
+        speculation_note=speculation_note,
     )

@@ -133,6 +133,8 @@ class SamplingParams(Struct, frozen=True):
     max_tokens: int | None = 1024
     logprobs: int | None = None
     overflow: OverflowPolicy = "refuse"
+    speculation: bool = True
+    """Whether this request may draft tokens where the model was loaded with speculation."""
 
     def __post_init__(self) -> None:
         for name, allowed in PARAMETER_RANGES.items():

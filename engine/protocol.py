@@ -49,6 +49,8 @@ class EngineConfig(Struct, frozen=True):
     speculation: Literal["ngram", "draft"] | None = None
     draft_model: str | None = None
     num_draft_tokens: int = 4
+    quantization_group_size: Literal[32, 64, 128] = 32
+    """Weights that share a scale and a zero point where `quantization` is "int4"."""
 
 
 # ---------------------------------------------------------------- commands
@@ -150,6 +152,12 @@ class ModelInfo(Struct, frozen=True):
     max_num_seqs: int
     load_seconds: float
     supports_system_role: bool = True
+    backend: Literal["native", "transformers"] = "native"
+    """Whose decoder computes: our own, or the model's code in transformers."""
+    quantization: Literal["int8", "int4"] | None = None
+    """What the weights were quantised to while loading."""
+    speculation: Literal["ngram", "draft"] | None = None
+    draft_model: str | None = None
 
 
 class ModelLoaded(Event, frozen=True):
@@ -373,6 +381,13 @@ class Telemetry(Event, frozen=True):
     steps: list[StepRecord] = []
     request_rates: dict[str, float] = {}
     """Decode tokens per second of each running request."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_by_position: list[int] = []
+    """How often a draft was verified as the first, second ... after its request's latest token; since loading."""
+    accepted_by_position: list[int] = []
+    speculation_note: str = ""
+    """For people: what speculation does now, such as that it paused because it lost time."""
 
 
 AnyEvent = (

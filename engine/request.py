@@ -46,10 +46,14 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the request was first admitted."""
     block_table: list[int] = field(default_factory=list)
+    length_floor: int = 0
+    """What its KV depends on besides its tokens: how long its sequence counts as at least."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of `token_ids`, extended on demand by the block pool."""
     draft_token_ids: list[int] = field(default_factory=list)
     """Proposed tokens not yet verified; never part of `token_ids` and never hashed."""
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_preemptions: int = 0
 
     scheduled_time: float | None = None
@@ -71,6 +75,10 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def is_end(self, token_id: int) -> bool:
+        """Whether the token ends the answer: an end token of the model or a stop token asked for."""
+        return token_id in self.end_token_ids or token_id in self.params.stop_token_ids
 
     @property
     def is_finished(self) -> bool:

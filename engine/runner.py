@@ -8,8 +8,11 @@ import torch
 
 from engine.kv_cache import KVCache, NativeKVCache, kv_cache_dtype, native_kv_dtype
 from engine.layers.attention import AttentionContext
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
 from engine.models.loader import LoadedModel
 from engine.models.native_decoder import NativeDecoder
+from engine.request import Request
 from engine.scheduler import ScheduledRequest, StepPlan
 from kernels.cpu.program import StepBatch
 from kernels.metadata import AttentionMetadata
@@ -40,7 +43,7 @@ class Runner(Protocol):
 
 def make_runner(loaded: LoadedModel, num_blocks: int, block_size: int, kv_dtype: torch.dtype, budget: int) -> Runner:
     """The runner of a loaded model with a KV cache of its own; `budget` is the most tokens of a step."""
-    if loaded.native:
+    if loaded.whole_step(block_size):
         native_cache = NativeKVCache(loaded.config, num_blocks, block_size, kv_dtype)
         return NativeRunner(loaded, native_cache, budget)
     return ModelRunner(loaded, KVCache(loaded.config, num_blocks, block_size, kv_dtype, loaded.device), budget)
@@ -52,7 +55,7 @@ def runner_kv_dtype(loaded: LoadedModel, name: str) -> torch.dtype:
 
 
 class ModelRunner:
-    """Calls the decoder's layers one after another; runs on every device."""
+    """Calls the model's layers one after another, ours or those of transformers; runs on every device."""
 
     def __init__(self, loaded: LoadedModel, kv_cache: KVCache, max_batched_tokens: int) -> None:
         self.loaded = loaded
@@ -73,23 +76,29 @@ class ModelRunner:
         device = self.loaded.device
         if not step.input_ids:
             return torch.empty(0, self.loaded.config.vocab_size, device=device)
-        model = self.loaded.model
-        hidden = model.forward(
+        rows = None
+        if len(step.wanted_rows) < len(step.input_ids):
+            rows = torch.tensor(step.wanted_rows, dtype=torch.int64, device=device)
+        return self.loaded.model.logits(
             torch.tensor(step.input_ids, device=device),
             torch.tensor(step.positions, device=device),
-            AttentionContext(step.metadata(self.kv_cache.block_size, device), self.kv_cache.layers),
+            AttentionContext(
+                step.metadata(self.kv_cache.block_size, device),
+                self.kv_cache.layers,
+                step.rope_lengths(self.loaded.config, device),
+            ),
+            rows,
         )
-        if len(step.wanted_rows) < len(step.input_ids):
-            hidden = hidden[torch.tensor(step.wanted_rows, dtype=torch.int64, device=device)]
-        return model.compute_logits(hidden)
 
 
 class NativeRunner:
     """Runs the decoder as one list of operations of the native CPU kernels."""
 
     def __init__(self, loaded: LoadedModel, kv_cache: NativeKVCache, max_batched_tokens: int) -> None:
+        self.loaded = loaded
         self.kv_cache = kv_cache
         self.max_batched_tokens = max_batched_tokens
+        assert isinstance(loaded.model, Decoder), "only our own decoder is packed for these kernels"
         self.decoder = NativeDecoder(loaded.model, loaded.config, kv_cache, max_batched_tokens)
 
     @property
@@ -114,7 +123,8 @@ class NativeRunner:
                     metadata.seq_lens,
                     metadata.block_table,
                     selected=torch.empty(0, dtype=torch.int32),
-                )
+                ),
+                step.rope_lengths(self.loaded.config, self.loaded.device),
             )
         return self.decoder.logits(step.wanted_rows)
 
@@ -133,9 +143,20 @@ class _Step:
             if all_logits:
                 self.wanted_rows = list(range(len(self.input_ids)))
             elif entry.samples:
-                self.wanted_rows.extend(range(len(self.input_ids) - 1 - _num_drafts(entry), len(self.input_ids)))
+                self.wanted_rows.extend(range(len(self.input_ids) - 1 - entry.num_drafts, len(self.input_ids)))
         if len(self.input_ids) > budget:
             raise ValueError(f"a step of {len(self.input_ids)} tokens is beyond the limit of {budget}")
+
+    def rope_lengths(self, config: ModelConfig, device: torch.device) -> torch.Tensor | None:
+        """How long each token's sequence counts as, where that matters: its own, whatever else is in the batch."""
+        if not config.depends_on_length:
+            return None
+        lengths: list[int] = []
+        for entry in self.plan.scheduled:
+            request = entry.request
+            floor = config.length_floor(request.num_prompt_tokens, request.num_tokens)
+            lengths.extend(max(entry.start + row + 1, floor) for row in range(entry.num_new_tokens))
+        return torch.tensor(lengths, device=device)
 
     def metadata(self, block_size: int, device: torch.device) -> AttentionMetadata:
         entries = self.plan.scheduled
@@ -156,5 +177,11 @@ def _tokens(entry: ScheduledRequest) -> list[int]:
     return tokens + request.draft_token_ids[:missing] if missing else tokens
 
 
-def _num_drafts(entry: ScheduledRequest) -> int:
-    return max(0, entry.start + entry.num_new_tokens - entry.request.num_tokens)
+def teacher_forced(runner: Runner, request: Request, chunk: int) -> torch.Tensor:
+    """Logits after every token of a request that has its blocks, float32 [num_tokens, vocab_size], in chunks."""
+    parts: list[torch.Tensor] = []
+    for start in range(0, request.num_tokens, chunk):
+        entry = ScheduledRequest(request, start, min(chunk, request.num_tokens - start), samples=True)
+        # A copy, because the next step may write over what this one returns.
+        parts.append(runner.execute(StepPlan([entry], []), all_logits=True).clone())
+    return torch.cat(parts)

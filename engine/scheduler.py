@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
@@ -13,19 +13,28 @@ from engine.request import Request, RequestStatus
 
 WATERMARK = 0.01
 
+LengthFloor = Callable[[int, int], int]
+"""(num_prompt_tokens, num_tokens) -> how long a sequence counts as at least, see `RopeConfig.length_floor`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """`num_new_tokens` tokens of a request, from position `start`, computed in one step.
 
     `samples` is true when the chunk reaches the request's last token, so that its last row of
-    logits chooses the next token; a prefill chunk in the middle of a prompt yields none.
+    logits chooses the next token; a prefill chunk in the middle of a prompt yields none. Tokens
+    beyond the request's own are its drafts.
     """
 
     request: Request
     start: int
     num_new_tokens: int
     samples: bool
+
+    @property
+    def num_drafts(self) -> int:
+        """How many of the tokens are drafts; holds until the step is committed."""
+        return max(0, self.start + self.num_new_tokens - self.request.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +56,30 @@ def check_budget(max_batched_tokens: int, max_num_seqs: int) -> None:
         )
 
 
+def _is_decode(request: Request) -> bool:
+    """Whether only the latest token is left to compute."""
+    return request.num_tokens - request.num_computed_tokens == 1
+
+
 class Scheduler:
     """Lets every request's computed tokens chase its known tokens under `max_batched_tokens` a step.
 
     Requests are admitted in order of arrival. Decodes go first, then running prefills, then new
     requests. When blocks run out the newest running request gives all of its own back and waits at
-    the front; its KV is computed again later, mostly from the prefix cache.
+    the front; its KV is computed again later, mostly from the prefix cache. So is that of a request which
+    has grown to a length that changes it.
     """
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        length_floor: LengthFloor = lambda num_prompt_tokens, num_tokens: 0,
+    ) -> None:
         check_budget(max_batched_tokens, max_num_seqs)
         self.pool = pool
+        self._length_floor = length_floor
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
         self.watermark_blocks = max(1, math.ceil(WATERMARK * pool.num_blocks))
@@ -106,20 +128,56 @@ class Scheduler:
 
     # ------------------------------------------------------------ one step
 
+    def draft_room(self, num_draft_tokens: int) -> dict[Request, int]:
+        """How many drafts the next step has room for, up to `num_draft_tokens`, by request that may draft.
+
+        These are the running ones that ask for it and have caught up: only their latest token is left to
+        compute. All share what the budget leaves after one token for every running request, and half of
+        that while prompts wait to be computed.
+        """
+        drafting = [r for r in self.running if r.params.speculation and _is_decode(r)]
+        left = self.max_batched_tokens - len(self.running)
+        if self.waiting or not all(map(_is_decode, self.running)):
+            left //= 2
+        room: dict[Request, int] = {}
+        for index, request in enumerate(drafting):
+            share = -(-left // (len(drafting) - index))
+            room[request] = self._fitting_drafts(request, min(num_draft_tokens, share))
+            left -= room[request]
+        return room
+
     def schedule(self) -> StepPlan:
         """Plans one step and takes the blocks it needs. Every plan must be given to `commit` or abandoned
-        by finishing its requests."""
+        by finishing its requests.
+
+        Drafts that find no room are taken from their request's `draft_token_ids`; nobody is preempted for them.
+        """
         chosen: dict[Request, ScheduledRequest] = {}
         preempted: list[Request] = []
-        budget = self._schedule_running(chosen, preempted)
+        for request in self.running:
+            if self._update_floor(request):
+                self._release(request)
+                self._begin(request, self.pool.match_prefix(request))
+        decodes = [request for request in self.running if _is_decode(request)]
+        prefills = [request for request in self.running if not _is_decode(request)]
+        for request in prefills:
+            request.draft_token_ids.clear()
+        budget = self._schedule_running(decodes, self.max_batched_tokens, chosen, preempted)
+        budget = self._schedule_drafts(decodes, budget, chosen, preempted)
+        budget = self._schedule_running(prefills, budget, chosen, preempted)
         if not preempted:
             self._admit(chosen, budget)
         return StepPlan(list(chosen.values()), preempted)
 
-    def _schedule_running(self, chosen: dict[Request, ScheduledRequest], preempted: list[Request]) -> int:
-        budget = self.max_batched_tokens
-        # Sorting is stable: each group stays in order of arrival.
-        for request in sorted(self.running, key=lambda r: r.num_tokens - r.num_computed_tokens > 1):
+    def _schedule_running(
+        self,
+        requests: list[Request],
+        budget: int,
+        chosen: dict[Request, ScheduledRequest],
+        preempted: list[Request],
+    ) -> int:
+        """Returns what is left of the budget."""
+        for request in requests:
             if request.status is not RequestStatus.RUNNING:
                 continue
             num_new_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
@@ -138,16 +196,50 @@ class Scheduler:
                 budget -= num_new_tokens
         return budget
 
+    def _schedule_drafts(
+        self,
+        decodes: list[Request],
+        budget: int,
+        chosen: dict[Request, ScheduledRequest],
+        preempted: list[Request],
+    ) -> int:
+        left = budget - sum(request not in chosen for request in self.running)
+        for request in decodes:
+            wanted = len(request.draft_token_ids)
+            if request not in chosen or preempted:
+                wanted = 0
+            num_drafts = self._fitting_drafts(request, min(wanted, left))
+            del request.draft_token_ids[num_drafts:]
+            if num_drafts > 0:
+                grown = self._grow(request, request.num_tokens + num_drafts)
+                assert grown, "room was checked"
+                chosen[request] = self._planned(request, 1 + num_drafts)
+                left -= num_drafts
+                budget -= num_drafts
+        return budget
+
+    def _fitting_drafts(self, request: Request, wanted: int) -> int:
+        """At most `wanted`; each may become a token of the answer before the one that follows them, so the
+        answer's limit counts. Blocks that running requests need for known tokens are no room for drafts.
+        """
+        wanted = min(wanted, request.max_tokens - request.num_output_tokens - 1)
+        while wanted > 0 and self._floor(request, wanted) != request.length_floor:
+            wanted -= 1
+        if wanted <= 0:
+            return 0
+        blocks = max(len(request.block_table), self.pool.blocks_for(request.num_tokens))
+        spare = self.pool.num_free - self._outstanding_blocks()
+        return max(0, min(wanted, (blocks + max(0, spare)) * self.pool.block_size - request.num_tokens))
+
     def _admit(self, chosen: dict[Request, ScheduledRequest], budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
+            self._update_floor(request)
             hits = self.pool.match_prefix(request)
             if not self._has_room(request, hits):
                 break
             self.waiting.popleft()
-            self.pool.acquire(hits, request.owner_slot)
-            request.block_table = list(hits)
-            request.num_computed_tokens = len(hits) * self.pool.block_size
+            self._begin(request, hits)
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
                 self.prefix_hit_tokens += request.num_computed_tokens
@@ -160,6 +252,23 @@ class Scheduler:
             chosen[request] = self._planned(request, num_new_tokens)
             budget -= num_new_tokens
 
+    def _begin(self, request: Request, hits: list[int]) -> None:
+        self.pool.acquire(hits, request.owner_slot)
+        request.block_table = list(hits)
+        request.num_computed_tokens = len(hits) * self.pool.block_size
+
+    def _floor(self, request: Request, num_more_tokens: int = 0) -> int:
+        return self._length_floor(request.num_prompt_tokens, request.num_tokens + num_more_tokens)
+
+    def _update_floor(self, request: Request) -> bool:
+        """Whether it has changed, and with it what the request's keys have to be."""
+        floor = self._floor(request)
+        if floor == request.length_floor:
+            return False
+        request.length_floor = floor
+        request.block_hashes.clear()
+        return True
+
     def _has_room(self, request: Request, hits: list[int]) -> bool:
         """Whether all known tokens fit beside what the running requests still need and the watermark.
 
@@ -169,12 +278,15 @@ class Scheduler:
         room = self.pool.num_free - (self.pool.blocks_for(request.num_tokens) - held_hits)
         if not self.running:
             return room >= 0
-        outstanding = sum(self.pool.blocks_for(r.num_tokens) - len(r.block_table) for r in self.running)
-        return room - outstanding >= self.watermark_blocks
+        return room - self._outstanding_blocks() >= self.watermark_blocks
+
+    def _outstanding_blocks(self) -> int:
+        """Blocks that running requests do not hold yet and need for tokens they know already."""
+        return sum(max(0, self.pool.blocks_for(r.num_tokens) - len(r.block_table)) for r in self.running)
 
     def _planned(self, request: Request, num_new_tokens: int) -> ScheduledRequest:
         start = request.num_computed_tokens
-        return ScheduledRequest(request, start, num_new_tokens, start + num_new_tokens == request.num_tokens)
+        return ScheduledRequest(request, start, num_new_tokens, start + num_new_tokens >= request.num_tokens)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         missing = self.pool.blocks_for(num_tokens) - len(request.block_table)
@@ -189,7 +301,6 @@ class Scheduler:
         self.running.pop()
         self._release(request)
         request.num_computed_tokens = 0
-        request.draft_token_ids.clear()
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         self.waiting.appendleft(request)
@@ -197,31 +308,45 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, new_token_ids: Sequence[Sequence[int]]) -> None:
         """Takes in what a step produced: one sequence of tokens for each entry of `plan.scheduled`, empty
-        where it did not sample.
+        where it did not sample. All but the last token of a sequence are accepted drafts of the entry.
 
         Counters move, full blocks become findable, and requests that reached an end finish and give
-        their blocks back. Entries whose request was finished meanwhile are passed over.
+        their blocks back; blocks that only rejected drafts needed are given back too. Entries whose
+        request was finished meanwhile are passed over.
         """
         for entry, token_ids in zip(plan.scheduled, new_token_ids, strict=True):
             request = entry.request
             if request.status is not RequestStatus.RUNNING:
                 continue
-            first_block = request.num_computed_tokens // self.pool.block_size
-            request.num_computed_tokens = entry.start + entry.num_new_tokens
-            self.pool.register(request, first_block, request.num_computed_tokens // self.pool.block_size)
+            num_drafts, first_block = entry.num_drafts, request.num_computed_tokens // self.pool.block_size
+            end, num_taken = None, 0
             for token_id in token_ids:
                 request.token_ids.append(token_id)
-                if self._ends(request, token_id):
+                num_taken += 1
+                end = self._end(request, token_id)
+                if end is not None:
                     break
+            num_accepted = min(num_drafts, max(0, num_taken - 1))
+            request.num_drafted_tokens += num_drafts
+            request.num_accepted_tokens += num_accepted
+            request.draft_token_ids.clear()
+            request.num_computed_tokens = entry.start + entry.num_new_tokens - num_drafts + num_accepted
+            self.pool.register(request, first_block, request.num_computed_tokens // self.pool.block_size)
+            if end is not None:
+                self.finish(request, *end)
+                continue
+            unneeded = request.block_table[self.pool.blocks_for(request.num_tokens) :]
+            if unneeded:
+                self.pool.release(unneeded, request.owner_slot)
+                del request.block_table[-len(unneeded) :]
 
-    def _ends(self, request: Request, token_id: int) -> bool:
+    def _end(self, request: Request, token_id: int) -> tuple[FinishReason, int | None] | None:
+        """Why the answer ends with its newest token, if it does."""
         if token_id in request.end_token_ids:
-            self.finish(request, "stop")
-        elif token_id in request.params.stop_token_ids:
-            self.finish(request, "stop", stop_reason=token_id)
-        elif request.num_output_tokens >= request.max_tokens:
-            self.finish(request, "length")
-        return request.is_finished
+            return "stop", None
+        if token_id in request.params.stop_token_ids:
+            return "stop", token_id
+        return ("length", None) if request.num_output_tokens >= request.max_tokens else None
 
     # ------------------------------------------------------------ leaving
 
@@ -253,6 +378,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.pool.release(request.block_table, request.owner_slot)
         request.block_table = []
+        request.draft_token_ids.clear()
 
     # ------------------------------------------------------------ invariants
 
@@ -264,7 +390,9 @@ class Scheduler:
         for request in self.running:
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens < request.num_tokens, f"{request.request_id} has nothing to compute"
-            assert len(request.block_table) >= self.pool.blocks_for(request.num_computed_tokens)
+            num_blocks = len(request.block_table)
+            assert self.pool.blocks_for(request.num_computed_tokens) <= num_blocks
+            assert num_blocks <= self.pool.blocks_for(request.num_tokens), f"{request.request_id} holds spare blocks"
         for request in self.waiting:
             assert request.status is RequestStatus.WAITING
             assert not request.block_table and request.num_computed_tokens == 0

@@ -9,6 +9,7 @@ is nothing to compute.
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import gc
 import os
@@ -18,7 +19,6 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,7 @@ PROGRESS_SECONDS = 0.05
 SHUTDOWN_FLUSH_SECONDS = 2.0
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _ModelChange:
     """A load or unload and its number; requests wait for the one before them, see `Intake`."""
 
@@ -82,6 +82,7 @@ class Worker:
         self._active: dict[str, None] = {}
         self._next_telemetry = 0.0
         self._next_memory = 0.0
+        self._runtime_bytes = 0
         threading.Thread(target=self._read, name="kvasir-reader", daemon=True).start()
 
     def run(self) -> None:
@@ -178,7 +179,9 @@ class Worker:
         self._outbox.put(LoadProgress(stage="Starting to load", done_bytes=0, total_bytes=0))
         engine, message = None, ""
         try:
-            engine = Engine.load(config, _Progress(self._outbox), superseded)
+            progress = _Progress(self._outbox)
+            engine = Engine.load(config, progress, superseded)
+            self._runtime_bytes = max(0, progress.resident_bytes - engine.memory_parts().weights)
         except Exception as error:
             if isinstance(error, LoadCancelled):
                 message = "Loading was stopped."
@@ -274,7 +277,9 @@ class Worker:
         self._next_telemetry = now + (TELEMETRY_SECONDS if engine.has_work else IDLE_TELEMETRY_SECONDS)
         if now >= self._next_memory:
             self._next_memory = now + MEMORY_SECONDS
-            self._memory = measure_memory(engine.memory_parts(), engine.info.device)
+            runtime = self._runtime_bytes if engine.info.device == "cpu" else 0  # a GPU's driver tells
+            parts = dataclasses.replace(engine.memory_parts(), runtime=runtime)
+            self._memory = measure_memory(parts, engine.info.device)
         self._outbox.put(engine.telemetry(self._memory))
 
 
@@ -297,15 +302,21 @@ def _measure_vram_by_torch(parts: memory.WorkerParts, device: str) -> MemoryBrea
 
 
 class _Progress:
-    """Passes load progress on, not more often than anybody can see."""
+    """Passes load progress on, not more often than anybody can see.
+
+    `resident_bytes` is the RAM that was held when the latest stage began; the last one makes the KV cache.
+    """
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self._stage = ""
         self._next = 0.0
+        self.resident_bytes = 0
 
     def __call__(self, stage: str, done_bytes: int, total_bytes: int) -> None:
         now = time.monotonic()
+        if stage != self._stage:
+            self.resident_bytes = memory.resident_bytes()
         if stage != self._stage or done_bytes >= total_bytes or now >= self._next:
             self._stage, self._next = stage, now + PROGRESS_SECONDS
             self._outbox.put(LoadProgress(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes))

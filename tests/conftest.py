@@ -11,6 +11,11 @@ import pytest
 from engine.openmp import limit_spinning
 
 os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
+# Triton's kernels run here in its interpreter, which has to be asked for before triton is imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+# Tests that run side by side share the cores: one thread each.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before any test imports torch: its idle threads would spin on cores that other processes need.
 limit_spinning()
 

@@ -10,12 +10,14 @@ from engine.models.config import RopeConfig
 
 
 class RotaryTable:
-    """`cos` and `sin` of all positions below `max_positions`: float32 [max_positions, rotary_dim / 2].
+    """Cosine and sine of the angles of all positions below `max_positions`.
 
-    `frequency_factors` [rotary_dim / 2] divide the frequencies (`rope_freqs` of a GGUF file).
+    `cos` and `sin` are float32 [rows, rotary_dim / 2], the attention factor multiplied in. Row p is position
+    p; longrope has `max_positions` more, which hold the angles for sequences longer than the model was
+    trained on first. `frequency_factors` [rotary_dim / 2] divide the frequencies (`rope_freqs` of a GGUF file).
     """
 
-    __slots__ = ("cos", "sin")
+    __slots__ = ("_config", "_long_offset", "cos", "sin")
 
     def __init__(
         self,
@@ -24,42 +26,108 @@ class RotaryTable:
         device: torch.device,
         frequency_factors: torch.Tensor | None = None,
     ) -> None:
-        frequencies = inverse_frequencies(config)
+        self._config = config
+        frequencies = [inverse_frequencies(config)]
+        self._long_offset = 0
+        if config.scaling == "longrope" and max_positions > config.original_max_position:
+            frequencies.append(inverse_frequencies(config, max_positions))
+            self._long_offset = max_positions
         if frequency_factors is not None:
-            frequencies = frequencies / frequency_factors.to("cpu", torch.float32)
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-        self.cos = angles.cos().to(device)
-        self.sin = angles.sin_().to(device)
+            factors = frequency_factors.to("cpu", torch.float32)
+            frequencies = [row / factors for row in frequencies]
+        positions = torch.arange(max_positions, dtype=torch.float32)
+        angles = torch.cat([torch.outer(positions, row) for row in frequencies])
+        self.cos = angles.cos().mul_(config.attention_factor).to(device)
+        self.sin = angles.sin_().mul_(config.attention_factor).to(device)
 
     @property
     def nbytes(self) -> int:
         return self.cos.nbytes + self.sin.nbytes
 
-    def __call__(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin as `kernels.ops.rope_and_write_kv` takes them: [num_tokens, rotary_dim] each."""
-        cos, sin = self.cos[positions].to(dtype), self.sin[positions].to(dtype)
+    def __call__(
+        self, positions: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin as `kernels.ops.rope_and_write_kv` takes them: [num_tokens, rotary_dim] each.
+
+        positions and lengths int64 [num_tokens]: where each token is, and how long its sequence counts as,
+        which some kinds of rope depend on. Raises IndexError for a position out of range.
+        """
+        cos, sin = self._half(positions, lengths)
+        cos, sin = cos.to(dtype), sin.to(dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
+    def _half(self, positions: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._long_offset:
+            rows = positions + self._long_offset * (lengths > self._config.original_max_position)
+            return self.cos[rows], self.sin[rows]
+        cos, sin = self.cos[positions], self.sin[positions]
+        if self._config.scaling == "dynamic" and self.cos.shape[0] > self._config.original_max_position:
+            # Beyond the trained context every length has frequencies of its own: too many for a table.
+            for length in lengths[lengths > self._config.original_max_position].unique().tolist():
+                rows = lengths == length
+                frequencies = inverse_frequencies(self._config, length).to(positions.device)
+                angles = torch.outer(positions[rows].float(), frequencies)
+                cos[rows], sin[rows] = angles.cos(), angles.sin()
+        return cos, sin
 
-def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
-    """Radians per position of each rotated pair, float32 [rotary_dim / 2].
 
-    Scaling "linear" (Chen et al. 2023) and "llama3" (Llama 3.1 release) as in Hugging Face transformers.
+def no_rotation(num_tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer without positions gets: cos and sin of no dimensions."""
+    nothing = torch.empty(num_tokens, 0, dtype=dtype, device=device)
+    return nothing, nothing
+
+
+def inverse_frequencies(config: RopeConfig, length: int = 0) -> torch.Tensor:
+    """Radians per position of each rotated pair in a sequence of `length` tokens, float32 [rotary_dim / 2].
+
+    As in Hugging Face transformers: "linear" (Chen et al. 2023, https://arxiv.org/abs/2306.15595), "llama3"
+    (Llama 3.1 release), "dynamic" (NTK by length), "yarn" (Peng et al. 2023, https://arxiv.org/abs/2309.00071),
+    "longrope" (Ding et al. 2024, https://arxiv.org/abs/2402.13753).
     """
+    base = config.base
+    if config.scaling == "dynamic":
+        longer = max(length, config.original_max_position) / config.original_max_position
+        base *= (config.factor * longer - (config.factor - 1)) ** (config.dim / (config.dim - 2))
     exponents = torch.arange(0, config.dim, 2, dtype=torch.int64).float() / config.dim
-    frequencies = 1.0 / (config.base**exponents)
-    if config.scaling is None:
-        return frequencies
+    tokens_per_radian = base**exponents
+    if config.scaling == "longrope":
+        factors = config.long_factors if length > config.original_max_position else config.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * tokens_per_radian)
+    frequencies = 1.0 / tokens_per_radian
     if config.scaling == "linear":
         return frequencies / config.factor
     if config.scaling == "llama3":
-        wavelengths = 2 * math.pi / frequencies
-        longest = config.original_max_position / config.low_freq_factor
-        shortest = config.original_max_position / config.high_freq_factor
-        smooth = (config.original_max_position / wavelengths - config.low_freq_factor) / (
-            config.high_freq_factor - config.low_freq_factor
-        )
-        between = (1 - smooth) * frequencies / config.factor + smooth * frequencies
-        scaled = torch.where(wavelengths > longest, frequencies / config.factor, between)
-        return torch.where(wavelengths < shortest, frequencies, scaled)
-    raise ValueError(f"rope scaling {config.scaling!r} is not supported")
+        return _llama3(config, frequencies)
+    if config.scaling == "yarn":
+        return _yarn(config, frequencies, 1.0 / (config.factor * tokens_per_radian))
+    return frequencies
+
+
+def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    wavelengths = 2 * math.pi / frequencies
+    longest = config.original_max_position / config.low_freq_factor
+    shortest = config.original_max_position / config.high_freq_factor
+    smooth = (config.original_max_position / wavelengths - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    between = (1 - smooth) * frequencies / config.factor + smooth * frequencies
+    scaled = torch.where(wavelengths > longest, frequencies / config.factor, between)
+    return torch.where(wavelengths < shortest, frequencies, scaled)
+
+
+def _yarn(config: RopeConfig, extrapolated: torch.Tensor, interpolated: torch.Tensor) -> torch.Tensor:
+    """Fast pairs stay, slow ones are interpolated, with a ramp between those of `beta_fast` and `beta_slow` turns."""
+
+    def pair_that_turns(times: float) -> float:
+        ratio = config.original_max_position / (times * 2 * math.pi)
+        return config.dim * math.log(ratio) / (2 * math.log(config.base))
+
+    low, high = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.dim - 1)
+    if low == high:
+        high += 0.001  # no division by zero
+    ramp = ((torch.arange(config.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    return interpolated * (1 - keep) + extrapolated * keep

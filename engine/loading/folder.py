@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from engine.loading.limits import MAX_LABELS, MAX_LAYERS
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_LAYER_COUNT = re.compile(r"(n|num)_(\w+_)?layers?|(en|de)coder_layers|layers|depth")
 
 
 class FolderError(ValueError):
     """A folder that holds no usable model. The message says what is wrong and what to do, without the folder's path."""
 
 
+def parse_json(data: bytes) -> Any:
+    """As `json.loads`. Raises ValueError also for halves of characters, which no file, window or pipe can take."""
+    content = json.loads(data)
+    if b"\\ud" in data.lower():
+        json.dumps(content, ensure_ascii=False).encode("utf-8")
+    return content
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """An object in a JSON file. Raises `FolderError` naming the file, `FileNotFoundError` where there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -31,11 +44,25 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """The folder's `config.json`. Raises `FolderError`."""
+    """The folder's `config.json`, in which nothing is counted that no model has so many of. Raises `FolderError`."""
     try:
-        return read_json(folder / CONFIG_FILE)
+        values = read_json(folder / CONFIG_FILE)
     except FileNotFoundError:
         raise FolderError(f"{CONFIG_FILE} is missing; choose a whole model folder or a .gguf file") from None
+    _check_counts(values)
+    return values
+
+
+def _check_counts(values: Mapping[str, Any]) -> None:
+    """Refuses what transformers makes a list for, of any length, as soon as it reads a configuration."""
+    for section in (values, *(value for value in values.values() if isinstance(value, dict))):
+        for name, value in section.items():
+            limit = MAX_LABELS if name == "num_labels" else MAX_LAYERS if _LAYER_COUNT.fullmatch(name) else None
+            if limit is not None and isinstance(value, int | float) and not value <= limit:
+                what = "labels" if name == "num_labels" else "layers"
+                raise FolderError(
+                    f"{CONFIG_FILE}: {name}: {value} {what} are claimed; it is damaged, download it again"
+                )
 
 
 def shard_paths(folder: Path) -> list[Path]:

@@ -7,8 +7,8 @@ from collections import Counter
 
 import torch
 
-from engine.loading.gguf import GGUFFile
-from engine.loading.names import canonical_name, permuted_heads, unpermute_rows
+from engine.loading.gguf import GGUFFile, GGUFTensor
+from engine.loading.gguf_names import View, canonical_views, deinterleave_rows, interleaved_heads
 from engine.loading.weights import StoredTensor
 from engine.models.config import ModelConfig, ModelError, UnsupportedModelError
 from kernels import ops
@@ -25,6 +25,7 @@ class GGUFWeights:
         self._config = config
         self.label = str(file.path)
         self.tensors: dict[str, StoredTensor] = {}
+        self._first_bytes: dict[str, int] = {}
         for tensor in file.tensors.values():
             if tensor.type not in ops.QUANTIZED_FORMATS:
                 raise UnsupportedModelError(
@@ -32,20 +33,23 @@ class GGUFWeights:
                     f"choose a file in {', '.join(ops.QUANTIZED_FORMATS)}"
                 )
             # A name without a canonical spelling keeps its own and is refused with the unused ones.
-            name = canonical_name(tensor.name) or tensor.name
-            self.tensors[name] = StoredTensor(tensor.name, tensor.shape, tensor.type, tensor.nbytes)
+            views = canonical_views(tensor.name, tensor.shape, config) or [View(tensor.name, 0, tensor.shape)]
+            for view in views:
+                self._first_bytes[view.name] = self._bytes(tensor, view.start)
+                nbytes = self._bytes(tensor, math.prod(view.shape))
+                self.tensors[view.name] = StoredTensor(tensor.name, view.shape, tensor.type, nbytes)
         types = Counter(stored.type for stored in self.tensors.values() if len(stored.shape) > 1)
         self.format = f"GGUF {types.most_common(1)[0][0]}" if types else "GGUF"
 
     def stored_rows(self, name: str) -> torch.Tensor:
-        stored = self.tensors[name]
-        packed = torch.from_numpy(self._file.read(stored.stored_name))
+        stored, first = self.tensors[name], self._first_bytes[name]
+        packed = torch.from_numpy(self._file.read(stored.stored_name)[first : first + stored.nbytes])
         num_rows = math.prod(stored.shape[:-1])
         packed = packed.view(num_rows, -1)
-        num_heads = permuted_heads(name, self._config)
+        num_heads = interleaved_heads(name, self._config)
         if len(stored.shape) == 1 and num_heads is not None:
             packed = packed.view(stored.shape[0], -1)
-        return packed if num_heads is None else unpermute_rows(packed, num_heads)
+        return packed if num_heads is None else deinterleave_rows(packed, num_heads)
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         stored = self.tensors[name]
@@ -55,6 +59,16 @@ class GGUFWeights:
             ops.dequantize(packed.to(out.device), stored.type, rows)
         except ValueError as error:
             raise ModelError(f"{self.label}: tensor {stored.stored_name!r}: {error}") from error
+
+    def quantized(self, name: str) -> None:
+        """GGUF has formats of its own, which `stored_rows` gives."""
+
+    def _bytes(self, tensor: GGUFTensor, count: int) -> int:
+        """Bytes of `count` numbers, which are whole blocks of the tensor's format."""
+        size, rest = divmod(count * tensor.nbytes, tensor.num_elements)
+        if rest:
+            raise UnsupportedModelError(f"{self.label}: tensor {tensor.name!r} cannot be divided as {tensor.type}")
+        return size
 
     def close(self) -> None:
         self._file.close()

@@ -1,10 +1,15 @@
-"""Tensor names: canonical ones (as Hugging Face writes them), their shapes, and how GGUF spells them."""
+"""Tensor names: the canonical ones and their shapes.
+
+Canonical names are those of Hugging Face's Llama, whatever the family and the file. In each layer:
+`input_layernorm` and `post_attention_layernorm` normalise what goes into attention and into the feed-forward
+layer, `post_self_attn_layernorm` and `post_mlp_layernorm` what comes out of them; `self_attn.{q,k}_norm`
+and `self_attn.sinks` where there are any. A mixture of experts has its router in `mlp.gate` and expert E in
+`mlp.experts.E.{gate,up,down}_proj`, each a matrix [out, in] of its own, with a bias where it has one.
+"""
 
 from __future__ import annotations
 
-import re
-
-import torch
+from collections.abc import Iterator
 
 from engine.models.config import ModelConfig
 
@@ -13,35 +18,10 @@ FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 ROPE_FACTORS = "model.rope_frequency_factors"
 """Only in GGUF files: divisors of the rope frequencies [rotary_dim / 2], float32."""
-
-_GGUF_TOP = {
-    "token_embd.weight": EMBEDDING,
-    "output_norm.weight": FINAL_NORM,
-    "output.weight": HEAD,
-    "rope_freqs.weight": ROPE_FACTORS,
-}
-_GGUF_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-
-
-def canonical_name(gguf_name: str) -> str | None:
-    """The canonical spelling of a GGUF tensor name; None for a tensor no supported decoder has."""
-    if gguf_name in _GGUF_TOP:
-        return _GGUF_TOP[gguf_name]
-    match = _GGUF_LAYER_NAME.fullmatch(gguf_name)
-    if match is None or match[2] not in _GGUF_LAYER:
-        return None
-    return f"{layer_prefix(int(match[1]))}{_GGUF_LAYER[match[2]]}.{match[3]}"
+ROPE_SHORT_FACTORS = "model.rope_short_factors"
+ROPE_LONG_FACTORS = "model.rope_long_factors"
+"""Only in GGUF files, where the configuration reads them: `RopeConfig.short_factors` and `long_factors`."""
+OPTIONAL_TENSORS = frozenset({ROPE_FACTORS, ROPE_SHORT_FACTORS, ROPE_LONG_FACTORS})
 
 
 def layer_prefix(layer: int) -> str:
@@ -50,44 +30,48 @@ def layer_prefix(layer: int) -> str:
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape (torch's order) of every tensor the decoder needs."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    for layer in range(config.num_layers):
+        prefix = layer_prefix(layer)
+        shapes |= {f"{prefix}{name}": shape for name, shape in _layer_tensors(config, layer)}
+    shapes[FINAL_NORM] = (config.hidden_size,)
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = config.hidden_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linears: list[tuple[str, int, int, bool]] = [
+    if config.norm_placement != "after":
+        yield "input_layernorm.weight", (hidden,)
+        yield "post_attention_layernorm.weight", (hidden,)
+    if config.norm_placement != "before":
+        yield "post_self_attn_layernorm.weight", (hidden,)
+        yield "post_mlp_layernorm.weight", (hidden,)
+    if config.qk_norm != "none":
+        per_head = config.qk_norm == "per_head"
+        yield "self_attn.q_norm.weight", (config.head_dim if per_head else q_rows,)
+        yield "self_attn.k_norm.weight", (config.head_dim if per_head else kv_rows,)
+    if config.attention_sinks:
+        yield "self_attn.sinks", (config.num_heads,)
+    linears = [
         ("self_attn.q_proj", q_rows, hidden, config.qkv_bias),
         ("self_attn.k_proj", kv_rows, hidden, config.qkv_bias),
         ("self_attn.v_proj", kv_rows, hidden, config.qkv_bias),
         ("self_attn.o_proj", hidden, q_rows, config.attention_output_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
     ]
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
-        prefix = layer_prefix(layer)
-        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
-        for name, rows, columns, has_bias in linears:
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if has_bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-    shapes[FINAL_NORM] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes[HEAD] = (config.vocab_size, hidden)
-    return shapes
-
-
-def permuted_heads(name: str, config: ModelConfig) -> int | None:
-    """Number of heads whose rows llama.cpp interleaves in this tensor; None where it leaves them alone."""
-    if ".self_attn.q_proj." in name:
-        return config.num_heads
-    if ".self_attn.k_proj." in name:
-        return config.num_kv_heads
-    return None
-
-
-def unpermute_rows(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Undoes llama.cpp's interleaving of the two halves of each head: [num_heads * head_dim, ...].
-
-    It stores the pair (j, j + head_dim / 2) as neighbours (2j, 2j + 1).
-    """
-    return rows.view(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    if config.has_experts(layer):
+        linears.append(("mlp.gate", config.num_experts, hidden, config.router_bias))
+        prefixes = [f"mlp.experts.{expert}." for expert in range(config.num_experts)]
+        inner, has_bias = config.expert_intermediate_size, config.expert_bias
+    else:
+        prefixes, inner, has_bias = ["mlp."], config.intermediate_size, config.mlp_bias
+    for prefix in prefixes:
+        linears.append((f"{prefix}gate_proj", inner, hidden, has_bias))
+        linears.append((f"{prefix}up_proj", inner, hidden, has_bias))
+        linears.append((f"{prefix}down_proj", hidden, inner, has_bias))
+    for name, rows, columns, has_bias in linears:
+        yield f"{name}.weight", (rows, columns)
+        if has_bias:
+            yield f"{name}.bias", (rows,)

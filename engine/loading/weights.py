@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from engine.models.config import ModelError, UnsupportedModelError
+from engine.quantization.affine import AffineMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,17 @@ class WeightSource(Protocol):
         ...
 
     def stored_rows(self, name: str) -> torch.Tensor:
-        """A matrix as it is stored, rows in Hugging Face's order: uint8 [rows, row_bytes], or plain values.
+        """A matrix as it is stored, rows in Hugging Face's order.
 
-        Raises ModelError naming the tensor where the bytes cannot be read.
+        uint8 [rows, row_bytes] in the GGUF format that its type names, or plain floating values [rows, columns].
+        Not for a matrix that `quantized` gives. Raises ModelError naming the tensor where the bytes cannot be read.
+        """
+        ...
+
+    def quantized(self, name: str) -> AffineMatrix | None:
+        """A matrix in its integer codes, None for one that is stored otherwise.
+
+        Raises ModelError naming the tensor where the bytes cannot be read or contradict each other.
         """
         ...
 

@@ -2,147 +2,303 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import torch
 
 from engine.kv_cache import NativeKVCache
 from engine.layers.linear import Linear
+from engine.layers.mlp import GatedMLP, MixtureOfExperts
+from engine.layers.norm import RMSNorm
+from engine.layers.rope import RotaryTable
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer
+from engine.quantization import QuantWeight, StackedWeight
 from engine.quantization.native import NativeWeight
-from kernels.cpu.library import AttentionSpec, Epilogue
-from kernels.cpu.packing import PackedWeight, can_pack
-from kernels.cpu.program import Activation, Program, StepBatch
+from kernels.cpu.library import AttentionSpec, CacheKind, Epilogue, SourceFormat
+from kernels.cpu.packing import PackedWeight, can_pack, pack
+from kernels.cpu.program import Activation, ExpertRouting, Program, StepBatch
 
-MAX_COLUMNS = 16384
+MAX_HIDDEN_SIZE = 16384
 HEAD_ROWS = 32
 """Rows of logits computed at once: their buffer is the largest of all, and few are wanted in a step."""
 
+_CACHE_KINDS = {torch.float32: CacheKind.F32, torch.float16: CacheKind.F16, torch.int8: CacheKind.INT8}
+
+
+def unpackable(config: ModelConfig) -> str | None:
+    """The columns of the matrices that the native kernels have no tiles for; None when they have them for all."""
+    widths = {config.hidden_size, config.num_heads * config.head_dim}
+    widths |= {_mlp_width(config, index) for index in range(config.num_layers)}
+    columns = sorted(width for width in widths if not can_pack(width))
+    return f"matrices of {', '.join(map(str, columns))} columns" if columns else None
+
+
+def _mlp_width(config: ModelConfig, layer: int) -> int:
+    return config.expert_intermediate_size if config.has_experts(layer) else config.intermediate_size
+
 
 def why_not_native(config: ModelConfig, block_size: int) -> str | None:
-    """What about a model the native kernels cannot compute; None when they can."""
-    columns = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    """What about a model the native kernels cannot compute as one list of operations; None when they can."""
+    columns = unpackable(config)
     obstacles = {
-        f"matrices of {', '.join(map(str, columns))} columns": not all(can_pack(width) for width in columns),
-        f"a hidden size of {max(columns)}": max(columns) > MAX_COLUMNS,
+        f"{columns}": columns is not None,
+        f"a hidden size of {config.hidden_size}": config.hidden_size > MAX_HIDDEN_SIZE,
         f"heads of {config.head_dim} dimensions": config.head_dim % 8 != 0 or config.head_dim > 256,
         f"{config.num_heads} query heads over {config.num_kv_heads}": config.num_heads > 32 * config.num_kv_heads,
-        "biases in the feed-forward layer": config.mlp_bias,
         f"KV blocks of {block_size} tokens": block_size not in (8, 16, 32, 64),
+        "experts with a norm after them": config.num_experts > 0 and config.norm_placement != "before",
     }
     return next((obstacle for obstacle, present in obstacles.items() if present), None)
+
+
+def is_packed(decoder: Decoder) -> bool:
+    """Whether the weights that a `NativeDecoder` streams are all in the native kernels' tiles, as it takes them."""
+    return all(_read_one_activation(weights) for weights in _streamed(decoder))
+
+
+def _streamed(decoder: Decoder) -> Iterator[Sequence[QuantWeight]]:
+    """The weights of each matrix product: one, or those of all experts."""
+    yield [decoder.embedding]
+    yield [decoder.head.weight]
+    for layer in decoder.layers:
+        yield from ([part] for part in _parts(layer.attention.qkv.weight))
+        yield [layer.attention.output.weight]
+        experts = layer.mlp.experts if isinstance(layer.mlp, MixtureOfExperts) else [layer.mlp]
+        yield [expert.gate_up.weight for expert in experts]
+        yield [expert.down.weight for expert in experts]
+
+
+def _read_one_activation(weights: Sequence[QuantWeight]) -> bool:
+    packed = [weight.packed for weight in weights if isinstance(weight, NativeWeight)]
+    return len(packed) == len(weights) and len({weight.activation() for weight in packed}) == 1
 
 
 class NativeDecoder:
     """Runs a decoder's layers over the native cache; the same numbers as its eager form up to rounding.
 
-    Buffers are allocated once for `max_rows` rows. A row's result is the same bits whatever else
-    is in the batch.
+    `layers` and `head` are its two lists of operations, the second for the logits. Buffers are allocated once for
+    `max_rows` rows. A row's result is the same bits whatever else is in the batch.
     """
 
     def __init__(self, decoder: Decoder, config: ModelConfig, kv_cache: NativeKVCache, max_rows: int) -> None:
         self._decoder = decoder
         self._config = config
-        self._body = Program(max_rows)
-        self._activations: dict[tuple[int, int], Activation] = {}
-        hidden = self._body.floats(config.hidden_size)
-        self._body.embed(_packed(decoder.embedding), hidden)
-        qkv = self._body.floats((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
-        attended = self._body.floats(config.num_heads * config.head_dim)
-        gated = self._body.floats(config.intermediate_size)
+        self._kv_cache = kv_cache
+        self.layers = Program(max_rows)
+        self._activations: dict[tuple[int, int, int], Activation] = {}
+        self._floats: dict[str, torch.Tensor] = {}
+        self._routing: ExpertRouting | None = None
+        self._angles: dict[RotaryTable, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._hidden = self.layers.floats(config.hidden_size)
+        self.layers.embed(_packed(decoder.embedding), self._hidden, config.embedding_scale)
         for index, layer in enumerate(decoder.layers):
-            spec = self._attention_spec(index, kv_cache)
-            self._add_layer(layer, spec, hidden, qkv, attended, gated)
+            self._add_layer(layer, self._attention_spec(index, layer))
 
-        self._head = Program(HEAD_ROWS)
-        selected = self._head.floats(config.hidden_size)
-        self._logits = self._head.floats(config.vocab_size)
+        self.head = Program(HEAD_ROWS)
+        selected = self.head.floats(config.hidden_size)
+        self._logits = self.head.floats(config.vocab_size)
         head = _packed(decoder.head.weight)
-        normed = self._head.activation(head.activation(), config.hidden_size)
-        self._head.select(hidden, selected)
-        self._head.norm(selected, decoder.final_norm.weight, decoder.final_norm.eps, normed, selected=True)
-        self._head.matmul(normed, head, self._logits, selected=True)
+        normed = self.head.activation(head.activation(), config.hidden_size)
+        self.head.select(self._hidden, selected)
+        self.head.norm(selected, decoder.final_norm.weight, decoder.final_norm.eps, normed, selected=True)
+        self.head.matmul(
+            normed, head, self._logits, factor=config.logits_scale, soft_cap=config.logits_soft_cap, selected=True
+        )
 
-    def forward(self, batch: StepBatch) -> None:
-        """Computes a step and writes its keys and values; `logits` then reads the rows that are wanted."""
-        self._body.run(batch)
+    def forward(self, batch: StepBatch, rope_lengths: torch.Tensor | None = None) -> None:
+        """Computes a step and writes its keys and values; `logits` then reads the rows that are wanted.
+
+        `rope_lengths` as in `engine.layers.attention.AttentionContext`.
+        """
+        positions = batch.positions.long()
+        lengths = positions + 1 if rope_lengths is None else rope_lengths
+        for rotary, (cos, sin) in self._angles.items():
+            both = rotary(positions, lengths, torch.float32)
+            for buffer, values in zip((cos, sin), both):  # the second halves: there sin is not negated
+                buffer[: positions.shape[0]] = values[:, buffer.shape[1] :]
+        self.layers.run(batch)
 
     def logits(self, rows: list[int]) -> torch.Tensor:
         """Float32 [len(rows), vocab_size] of the last step's rows."""
         logits = torch.empty(len(rows), self._config.vocab_size)
         for first in range(0, len(rows), HEAD_ROWS):
             chunk = rows[first : first + HEAD_ROWS]
-            self._head.run(StepBatch.selecting(chunk))
+            self.head.run(StepBatch.selecting(chunk))
             logits[first : first + len(chunk)] = self._logits[: len(chunk)]
         return logits
 
-    def profile(self, batch: StepBatch, rows: list[int]) -> dict[str, float]:
-        """Seconds by kind of operation for one step; "head" is the logits."""
-        seconds = self._body.profile(batch)
-        seconds["head"] = sum(self._head.profile(StepBatch.selecting(rows[:HEAD_ROWS])).values())
-        return seconds
-
     @property
     def workspace_bytes(self) -> int:
-        return self._body.buffer_bytes + self._head.buffer_bytes
+        return self.layers.buffer_bytes + self.head.buffer_bytes
 
-    def _attention_spec(self, index: int, kv_cache: NativeKVCache) -> AttentionSpec:
-        config, rotary = self._config, self._decoder.rotary
+    def _attention_spec(self, index: int, layer: DecoderLayer) -> AttentionSpec:
+        config, cache, attention = self._config, self._kv_cache, layer.attention
+        cos, sin = self._rope_tables(index, layer.rotary)
         return AttentionSpec(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.rope.dim,
-            kv_cache.block_size,
-            int(kv_cache.dtype == torch.float16),
-            config.window(index) or 0,
-            0,
-            config.scale,
-            config.attention_soft_cap or 0.0,
-            config.norm_eps,
-            0.0,
-            rotary.cos.data_ptr(),
-            rotary.sin.data_ptr(),
-            None,
-            None,
-            kv_cache.keys[index].data_ptr(),
-            kv_cache.values[index].data_ptr(),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rotary_dim=0 if cos is None else 2 * cos.shape[1],
+            block_size=cache.block_size,
+            cache_kind=_CACHE_KINDS[cache.dtype],
+            window=attention.window or 0,
+            rope_by_row=layer.rotary in self._angles,
+            full_width_norm=config.qk_norm == "full_width",
+            scale=attention.scale,
+            soft_cap=attention.soft_cap or 0.0,
+            norm_eps=config.norm_eps,
+            cos=_address(cos),
+            sin=_address(sin),
+            q_norm=_address(attention.q_norm),
+            k_norm=_address(attention.k_norm),
+            sinks=_address(attention.sinks),
+            keys=_address(cache.keys[index]),
+            values=_address(cache.values[index]),
+            key_scales=_address(cache.key_scales[index] if cache.key_scales else None),
+            value_scales=_address(cache.value_scales[index] if cache.value_scales else None),
         )
 
-    def _add_layer(
-        self,
-        layer: DecoderLayer,
-        spec: AttentionSpec,
-        hidden: torch.Tensor,
-        qkv: torch.Tensor,
-        attended: torch.Tensor,
-        gated: torch.Tensor,
-    ) -> None:
-        body = self._body
-        normed = self._activation(layer.attention.qkv, precise=True)
-        body.norm(hidden, layer.attention_norm.weight, layer.attention_norm.eps, normed)
-        body.matmul(normed, _packed(layer.attention.qkv.weight), qkv, bias=layer.attention.qkv.bias)
+    def _rope_tables(
+        self, index: int, rotary: RotaryTable | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """A layer's cosines and sines: of every position, or where that is not all they depend on, of each row."""
+        rope = self._config.layer_rope(index)
+        if rotary is None or rope is None:
+            return None, None
+        if not rope.depends_on_length:
+            return rotary.cos, rotary.sin
+        if rotary not in self._angles:
+            self._angles[rotary] = (self.layers.floats(rope.dim // 2), self.layers.floats(rope.dim // 2))
+        return self._angles[rotary]
+
+    def _add_layer(self, layer: DecoderLayer, spec: AttentionSpec) -> None:
+        config, body, attention = self._config, self.layers, layer.attention
+        qkv = self._buffer("qkv", (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+        attended = self._buffer("attended", config.num_heads * config.head_dim)
+        first, normed = 0, {}  # a part of another format may read its input in another form
+        for part in map(_packed, _parts(attention.qkv.weight)):
+            kind = part.activation()
+            if kind not in normed:
+                normed[kind] = self._read_hidden(part, layer.attention_norm, precise=True)
+            bias = attention.qkv.bias
+            columns = slice(first, first + part.rows)
+            body.matmul(normed[kind], part, qkv[:, columns], bias=None if bias is None else bias[columns])
+            first += part.rows
         body.rope_kv(qkv, spec)
         body.attention(qkv, spec, attended)
-        self._add_to_residual(attended, layer.attention.output, hidden, precise=False)
-        normed = self._activation(layer.mlp.gate_up, precise=False)
-        body.norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, normed)
-        body.matmul(normed, _packed(layer.mlp.gate_up.weight), gated, Epilogue.SWIGLU)
-        self._add_to_residual(gated, layer.mlp.down, hidden, precise=True)
+        self._add_to_hidden(attended, attention.output, layer.attention_output_norm, precise=False)
+        if isinstance(layer.mlp, MixtureOfExperts):
+            self._add_experts(layer.mlp, layer.mlp_norm)
+        else:
+            self._add_mlp(layer.mlp, layer.mlp_norm, layer.mlp_output_norm)
 
-    def _add_to_residual(self, source: torch.Tensor, linear: Linear, hidden: torch.Tensor, precise: bool) -> None:
-        quantized = self._activation(linear, precise)
-        self._body.quantize(source, quantized)
-        self._body.matmul(quantized, _packed(linear.weight), hidden, Epilogue.ADD, linear.bias)
+    def _add_mlp(self, mlp: GatedMLP, norm: RMSNorm | None, output_norm: RMSNorm | None) -> None:
+        gated = self._buffer("gated", mlp.down.weight.shape[1])
+        normed = self._read_hidden(_packed(mlp.gate_up.weight), norm, precise=False)
+        self.layers.matmul(normed, _packed(mlp.gate_up.weight), gated, bias=mlp.gate_up.bias, **self._gate())
+        self._add_to_hidden(gated, mlp.down, output_norm, precise=True)
 
-    def _activation(self, linear: Linear, precise: bool) -> Activation:
-        """The buffer that a linear layer reads; layers of the same shape take turns with one."""
-        packed = _packed(linear.weight)
-        key = (packed.activation(precise), packed.columns)
+    def _add_experts(self, mlp: MixtureOfExperts, norm: RMSNorm | None) -> None:
+        config, body = self._config, self.layers
+        assert norm is not None, "why_not_native lets only such experts through"
+        gate_ups = [_packed(expert.gate_up.weight) for expert in mlp.experts]
+        downs = [_packed(expert.down.weight) for expert in mlp.experts]
+        normed = self._buffer("normed", config.hidden_size)
+        body.plain_norm(self._hidden, norm.weight, norm.eps, normed)
+
+        router = _router(mlp.router)
+        read = self._activation(router, precise=True)
+        logits = self._buffer("router", len(mlp.experts))
+        body.quantize(normed, read)
+        body.matmul(read, router, logits, bias=mlp.router.bias)
+        if self._routing is None:
+            self._routing = body.routing(len(mlp.experts), mlp.num_chosen, mlp.normalize)
+        routing = self._routing
+        body.route(logits, routing)
+
+        rows = routing.max_shares
+        gathered = self._activation(gate_ups[0], precise=False, rows=rows)
+        gated = self._buffer("gated shares", downs[0].columns, rows)
+        quantized = self._activation(downs[0], precise=True, rows=rows)
+        shares = self._buffer("shares", config.hidden_size, rows)
+        body.gather(normed, routing, gathered)
+        body.expert_matmul(
+            gathered, gate_ups, routing, gated, bias=_stacked([e.gate_up.bias for e in mlp.experts]), **self._gate()
+        )
+        body.quantize(gated, quantized, routing)
+        body.expert_matmul(quantized, downs, routing, shares, bias=_stacked([e.down.bias for e in mlp.experts]))
+        body.combine(shares, routing, self._hidden, config.residual_scale)
+
+    def _read_hidden(self, weight: PackedWeight, norm: RMSNorm | None, precise: bool) -> Activation:
+        activation = self._activation(weight, precise)
+        if norm is None:
+            self.layers.quantize(self._hidden, activation)
+        else:
+            self.layers.norm(self._hidden, norm.weight, norm.eps, activation)
+        return activation
+
+    def _add_to_hidden(self, source: torch.Tensor, linear: Linear, norm: RMSNorm | None, precise: bool) -> None:
+        scale, weight = self._config.residual_scale, _packed(linear.weight)
+        quantized = self._activation(weight, precise)
+        self.layers.quantize(source, quantized)
+        if norm is None:
+            self.layers.matmul(quantized, weight, self._hidden, Epilogue.ADD, linear.bias, factor=scale)
+            return
+        update = self._buffer("update", self._config.hidden_size)
+        self.layers.matmul(quantized, weight, update, bias=linear.bias)
+        gain = norm.weight if scale == 1.0 else norm.weight * scale
+        self.layers.plain_norm(update, gain, norm.eps, self._hidden, add=True)
+
+    def _gate(self) -> dict[str, Any]:
+        config = self._config
+        if config.activation == "clamped_swiglu":
+            return {
+                "epilogue": Epilogue.CLAMPED_SWIGLU,
+                "factor": config.swiglu_alpha,
+                "soft_cap": config.swiglu_limit,
+            }
+        return {"epilogue": {"silu": Epilogue.SWIGLU, "gelu_tanh": Epilogue.GEGLU}[config.activation]}
+
+    def _buffer(self, name: str, columns: int, rows: int | None = None) -> torch.Tensor:
+        """A buffer that all layers take turns with."""
+        key = f"{name} {columns}"
+        if key not in self._floats:
+            self._floats[key] = self.layers.floats(columns, rows)
+        return self._floats[key]
+
+    def _activation(self, weight: PackedWeight, precise: bool, rows: int | None = None) -> Activation:
+        """The buffer that a matrix product reads; those of the same shape take turns with one."""
+        key = (weight.activation(precise), weight.columns, rows or self.layers.max_rows)
         if key not in self._activations:
-            self._activations[key] = self._body.activation(*key)
+            self._activations[key] = self.layers.activation(*key)
         return self._activations[key]
+
+
+def _parts(weight: QuantWeight) -> Sequence[QuantWeight]:
+    """Matrices on top of each other, which differ in format."""
+    return weight.parts if isinstance(weight, StackedWeight) else [weight]
 
 
 def _packed(weight: object) -> PackedWeight:
     assert isinstance(weight, NativeWeight)
     return weight.packed
+
+
+def _router(linear: Linear) -> PackedWeight:
+    """A router's few weights, in floats as its choices are all or nothing, in the layout of the native kernels."""
+    weight = linear.weight
+    if isinstance(weight, NativeWeight):
+        return weight.packed
+    return pack(weight.dequantize().float().contiguous(), SourceFormat.F32, weight.shape[1])
+
+
+def _stacked(biases: list[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [bias for bias in biases if bias is not None]
+    return torch.stack(present) if present else None
+
+
+def _address(values: torch.Tensor | RMSNorm | None) -> int | None:
+    tensor = values.weight if isinstance(values, RMSNorm) else values
+    return None if tensor is None else tensor.data_ptr()

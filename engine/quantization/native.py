@@ -10,14 +10,8 @@ from kernels.cpu.library import SourceFormat
 from kernels.cpu.packing import PackedWeight, can_pack, pack
 from kernels.cpu.program import Program, StepBatch
 
-NATIVE_SOURCES = {
-    "Q4_0": SourceFormat.Q4_0,
-    "Q4_1": SourceFormat.Q4_1,
-    "Q8_0": SourceFormat.Q8_0,
-    "F32": SourceFormat.F32,
-    "F16": SourceFormat.F16,
-    "BF16": SourceFormat.BF16,
-}
+NATIVE_SOURCES = {source.name: source for source in SourceFormat}
+"""By the names that files give their tensor types."""
 
 
 class NativeWeight:
@@ -37,14 +31,7 @@ class NativeWeight:
         return self.packed.nbytes
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        num_rows = x.shape[0]
-        program = Program(max_rows=num_rows)
-        activation = program.activation(self.packed.activation(), self.packed.columns)
-        out = program.floats(self.packed.rows)
-        program.quantize(x.float().contiguous(), activation)
-        program.matmul(activation, self.packed, out)
-        program.run(StepBatch.of_rows(num_rows))
-        return out.to(x.dtype)
+        return self.packed.matmul(x.float()).to(x.dtype)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         program = Program(max_rows=indices.numel())

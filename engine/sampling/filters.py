@@ -16,6 +16,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 # Positive floats order like their bits: the upper half of the bits of a probability is a bucket of
 # tokens within 1/128 of each other. 1.0 falls into bucket 0x3F80.
 _NUM_BUCKETS = 1 << 14
+_MAX_SORTED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,14 @@ def _raise_to_top_p(threshold: torch.Tensor, probs: torch.Tensor, params: Sequen
 def _nucleus_edge(weights: torch.Tensor, top_p: Sequence[float]) -> torch.Tensor:
     """The smallest weight [num_rows, 1] of the smallest set of largest weights that reaches top_p of their sum.
 
-    Sorting the vocabulary would take longer than everything else here together. A histogram over
-    the bits of float32 weights [num_rows, width] finds the bucket in which the sum crosses top_p,
-    and only the few weights of that bucket are sorted; the result is exact.
+    Sorting a whole vocabulary would take longer than everything else here together. A histogram over the
+    bits of float32 weights [num_rows, width] finds the bucket in which the sum crosses top_p, and only
+    the few weights of that bucket are sorted; the result is exact. Few weights are sorted at once.
     """
+    if weights.shape[-1] <= _MAX_SORTED:
+        descending = weights.double().sort(dim=-1, descending=True).values
+        from_top = descending.cumsum(-1)
+        return _last_kept(descending, 0.0, _column(from_top, top_p) * from_top[:, -1:])
     buckets = weights.view(torch.int32) >> 16
     mass = weights.new_zeros(len(top_p), _NUM_BUCKETS, dtype=torch.float64)
     from_top = mass.scatter_add_(-1, buckets.long(), weights.double()).flip(-1).cumsum(-1)
@@ -104,7 +109,12 @@ def _nucleus_edge(weights: torch.Tensor, top_p: Sequence[float]) -> torch.Tensor
     above = torch.where(crossing > 0, from_top.gather(-1, (crossing - 1).clamp(min=0)), 0.0)
 
     members = _gather_where(weights, buckets == _NUM_BUCKETS - 1 - crossing)
-    descending = members.weights.sort(dim=-1, descending=True).values
+    return _last_kept(members.weights.sort(dim=-1, descending=True).values, above, target)
+
+
+def _last_kept(descending: torch.Tensor, above: torch.Tensor | float, target: torch.Tensor) -> torch.Tensor:
+    """The smallest weight [num_rows, 1] that is needed, the largest always, for a sum of `above` and more to reach
+    `target`."""
     kept = above + descending.cumsum(-1) - descending < target
     kept[:, 0] = True
     kept &= descending > 0.0

@@ -12,6 +12,9 @@ class Stream(IntEnum):
     """Independent noise for different purposes at the same position."""
 
     DRAW = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
 
 
 def _mix(value: int) -> int:

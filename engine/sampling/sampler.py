@@ -10,7 +10,7 @@ import torch
 from engine.parameters import SamplingParams
 from engine.sampling.filters import draw, filter_logits, has_filters, is_greedy, temper, to_probabilities
 from engine.sampling.noise import uniform
-from engine.sampling.penalties import TokenCounts, apply_logit_bias, apply_penalties, uses_penalties
+from engine.sampling.penalties import TokenCounts, apply_logit_bias, apply_penalties, forbid
 
 
 @dataclass(slots=True)
@@ -56,17 +56,12 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], vocab_size: int | 
     logits = logits[:, :vocab_size]
     if len(rows) == 0:
         return Sampled([], [])
-    healthy = torch.isfinite(logits.amax(dim=-1))  # amax passes NaN on
-    if not bool(healthy.all()):
-        logits[~healthy] = 0.0
-    raw = _keep_raw(logits, rows)
+    healthy = mend(logits)
+    raw = keep_raw(logits, rows)
     adjust(logits, rows)
-    token_ids = _choose(logits, rows)
-    logprobs = _report(raw, token_ids, rows)
-    chosen = token_ids.tolist()
+    token_ids = choose(logits, rows)
     return Sampled(
-        [token_id if ok else None for token_id, ok in zip(chosen, healthy.tolist())],
-        logprobs,
+        [token_id if ok else None for token_id, ok in zip(token_ids.tolist(), healthy)], report(raw, token_ids, rows)
     )
 
 
@@ -75,29 +70,23 @@ def logits_to_probs(logits: torch.Tensor, rows: Sequence[SamplingRow], vocab_siz
     """The distribution [num_rows, vocab_size] that `sample` draws from; greedy rows are one-hot. Changes `logits`."""
     logits = logits[:, :vocab_size]
     adjust(logits, rows)
-    probs = torch.zeros_like(logits)
-    greedy, plain, filtered = _split(rows)
-    if greedy:
-        probs[greedy, logits[greedy].argmax(dim=-1)] = 1.0
-    for part, shape in ((plain, temper), (filtered, filter_logits)):
-        if part:
-            candidates = shape(logits[part], [rows[row].params for row in part])
-            probs[part] = to_probabilities(candidates, logits.shape[-1])
-    return probs
+    return probabilities(logits, rows)
+
+
+def mend(logits: torch.Tensor) -> list[bool]:
+    """Tells which rows can be sampled from, and makes the others harmless, in place."""
+    healthy = torch.isfinite(logits.amax(dim=-1))  # amax passes NaN on
+    if not bool(healthy.all()):
+        logits[~healthy] = 0.0
+    return healthy.tolist()
 
 
 def adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     """Applies logit bias, penalties and forbidden ends, in place, to the rows that have any."""
-    for index, row in enumerate(rows):
-        params = row.params
-        if params.logit_bias:
-            apply_logit_bias(logits[index], params.logit_bias)
-        if row.counts is not None and uses_penalties(params):
-            apply_penalties(logits[index], params, row.counts)
-        # An end token in the padding of the weights is never drawn anyway.
-        forbidden = [token_id for token_id in row.forbidden_token_ids if token_id < logits.shape[-1]]
-        if forbidden:
-            logits[index, forbidden] = -torch.inf
+    apply_logit_bias(logits, ((i, row.params.logit_bias) for i, row in enumerate(rows) if row.params.logit_bias))
+    apply_penalties(logits, ((i, row.params, row.counts) for i, row in enumerate(rows) if row.counts is not None))
+    # An end token in the padding of the weights is never drawn anyway.
+    forbid(logits, ((i, row.forbidden_token_ids) for i, row in enumerate(rows) if row.forbidden_token_ids))
 
 
 def _split(rows: Sequence[SamplingRow]) -> tuple[list[int], list[int], list[int]]:
@@ -110,7 +99,21 @@ def _split(rows: Sequence[SamplingRow]) -> tuple[list[int], list[int], list[int]
     return greedy, plain, filtered
 
 
-def _choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def probabilities(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """The distribution [num_rows, vocab_size] of adjusted logits, the same that `choose` draws from."""
+    probs = torch.zeros_like(logits)
+    greedy, plain, filtered = _split(rows)
+    if greedy:
+        probs[greedy, logits[greedy].argmax(dim=-1)] = 1.0
+    for part, shape in ((plain, temper), (filtered, filter_logits)):
+        if part:
+            candidates = shape(logits[part], [rows[row].params for row in part])
+            probs[part] = to_probabilities(candidates, logits.shape[-1])
+    return probs
+
+
+def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Draws a token for each row of adjusted logits: ids [num_rows]."""
     greedy, plain, filtered = _split(rows)
     if len(greedy) == len(rows):
         return logits.argmax(dim=-1)
@@ -125,16 +128,18 @@ def _choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     return token_ids
 
 
-def _keep_raw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], torch.Tensor] | None:
+def keep_raw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], torch.Tensor] | None:
+    """What `report` will need of the logits before they are adjusted."""
     wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     if not wanted:
         return None
     return wanted, torch.log_softmax(logits[wanted], dim=-1)
 
 
-def _report(
+def report(
     raw: tuple[list[int], torch.Tensor] | None, token_ids: torch.Tensor, rows: Sequence[SamplingRow]
 ) -> list[RawLogprobs | None]:
+    """The log-probabilities of the chosen tokens [num_rows] and the likeliest others, where rows ask for them."""
     reports: list[RawLogprobs | None] = [None] * len(rows)
     if raw is None:
         return reports

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 END_TOKEN_TEXTS = frozenset(
     {
         "</s>",
+        "<eos>",
         "<|endoftext|>",
         "<|end_of_text|>",
         "<|im_end|>",
@@ -18,6 +19,7 @@ END_TOKEN_TEXTS = frozenset(
         "<|end_of_turn|>",
         "<end_of_turn>",
         "<|return|>",
+        "<|call|>",
         "<｜end▁of▁sentence｜>",
     }
 )

@@ -83,7 +83,8 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[ChatMessage], add_gener
     for index, part in enumerate(_LITERAL.split(rendered)):
         if part:
             literal = index % 2 == 1
-            token_ids += tokenizer.encode(part, add_bos=False, parse_special=not literal)
+            previous = token_ids[-1] if token_ids else None
+            token_ids += tokenizer.encode(part, add_bos=False, parse_special=not literal, previous=previous)
     # Templates usually write the BOS themselves; only one that does not gets it here.
     if tokenizer.add_bos and tokenizer.bos_token_id is not None and token_ids[:1] != [tokenizer.bos_token_id]:
         token_ids.insert(0, tokenizer.bos_token_id)

@@ -33,6 +33,10 @@ def byte_level_bytes(token: str) -> bytes:
         return token.encode("utf-8")
 
 
+def names_a_byte(token: str) -> bool:
+    return _BYTE_TOKEN.fullmatch(token) is not None
+
+
 def sentencepiece_bytes(token: str) -> bytes:
     if match := _BYTE_TOKEN.fullmatch(token):
         return bytes([int(match[1], 16)])

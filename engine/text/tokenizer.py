@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.text.token_bytes import TokenSpelling
+from engine.text.vocabulary import Vocabulary, any_of
 
 if TYPE_CHECKING:
-    import tokenizers
-
     from engine.text.chat_template import ChatTemplate
 
 
@@ -30,38 +27,37 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer,
+        vocabulary: Vocabulary,
         *,
-        spelling: TokenSpelling,
         strips_leading_space: bool,
         bos_token_id: int | None,
         eos_token_ids: Iterable[int],
         add_bos: bool,
         chat_template: ChatTemplate | None,
     ) -> None:
-        self._backend = backend
+        self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self.bos_token_id = bos_token_id
         self.eos_token_ids = frozenset(eos_token_ids)
         self.add_bos = add_bos and bos_token_id is not None
         self.chat_template = chat_template
         self.strips_leading_space = strips_leading_space
-        added = backend.get_added_tokens_decoder()
+        self.vocab_size = vocabulary.size
+        added = vocabulary.added_tokens
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), *(token_id + 1 for token_id in added), 0)
-        self.special_token_pattern = _any_of(token.content for token in added.values() if token.special)
-        self._added_bytes = {token_id: token.content.encode("utf-8") for token_id, token in added.items()}
-        self._spelling = spelling
+        self.special_token_pattern = any_of(token.text for token in added.values() if token.special)
+        self._added_bytes = {token_id: token.text.encode("utf-8") for token_id, token in added.items()}
 
-    def encode(self, text: str, add_bos: bool | None = None, parse_special: bool = True) -> list[int]:
-        """Token ids of `text`.
+    def encode(
+        self, text: str, add_bos: bool | None = None, parse_special: bool = True, previous: int | None = None
+    ) -> list[int]:
+        """Token ids of `text`, which stands at the very start or goes on after the token `previous`.
 
         `add_bos` None does what the model wants; a BOS the text already starts with is never
         doubled. With `parse_special` false, text that looks like a special token is plain text.
         """
         with self._lock:
-            self._backend.encode_special_tokens = not parse_special
-            token_ids = self._backend.encode(text, add_special_tokens=False).ids
+            token_ids = self._vocabulary.encode(text, parse_special, previous)
         wants_bos = self.add_bos if add_bos is None else add_bos
         if wants_bos and self.bos_token_id is not None and token_ids[:1] != [self.bos_token_id]:
             token_ids.insert(0, self.bos_token_id)
@@ -79,8 +75,7 @@ class Tokenizer:
         added = self._added_bytes.get(token_id)
         if added is not None:
             return added
-        token = self._backend.id_to_token(token_id) if token_id >= 0 else None
-        return b"" if token is None else self._spelling(token)
+        return self._vocabulary.token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:
         """The token for people: its text, or its bytes as `<0xNN>` each where they are no valid text."""
@@ -89,12 +84,6 @@ class Tokenizer:
             return data.decode("utf-8")
         except UnicodeDecodeError:
             return "".join(f"<0x{byte:02X}>" for byte in data)
-
-
-def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Matches any of the texts, the longest where several fit."""
-    longest_first = sorted(filter(None, texts), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -8,6 +8,7 @@ than it should, through a wrong prefix hit or a lost write, therefore changes th
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 from engine.request import Request
 from engine.scheduler import Scheduler, StepPlan
@@ -49,18 +50,29 @@ class SimulatedModel:
         return request.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
     def execute(self, plan: StepPlan) -> list[list[int]]:
+        """Writes the KV of known tokens and drafts alike, then verifies the drafts."""
         sampled = []
         for entry in plan.scheduled:
             request, end = entry.request, entry.start + entry.num_new_tokens
+            tokens = request.token_ids + request.draft_token_ids
             kv = [self.slots[self.slot(request, position)] for position in range(entry.start)]
             for position in range(entry.start, end):
-                kv.append(digest(request.token_ids[position], *kv))
+                kv.append(digest(tokens[position], *kv))
                 self.slots[self.slot(request, position)] = kv[-1]
-            sampled.append([next_token(kv)] if entry.samples else [])
+            new = [next_token(kv[: end - entry.num_drafts])] if entry.samples else []
+            for position in range(end - entry.num_drafts, end):
+                if tokens[position] != new[-1]:
+                    break
+                new.append(next_token(kv[: position + 1]))
+            sampled.append(new)
         return sampled
 
 
-def step(scheduler: Scheduler, model: SimulatedModel) -> StepPlan:
+def step(scheduler: Scheduler, model: SimulatedModel, draft: Callable[[Request], list[int]] | None = None) -> StepPlan:
+    """One step; `draft` guesses for the requests that may draft."""
+    if draft is not None:
+        for request, room in scheduler.draft_room(8).items():
+            request.draft_token_ids = draft(request)[:room]
     plan = scheduler.schedule()
     scheduler.commit(plan, model.execute(plan))
     scheduler.check_integrity()

@@ -187,7 +187,7 @@ def test_broken_files_are_entries_that_say_what_is_wrong(tmp_path: Path) -> None
         "cut": "truncated",
         "empty": "the file is empty",
         "text": "is no GGUF file",
-        "split-00001-of-00003": "one of 3 parts",
+        "split-00001-of-00003": "1 of its 3 parts are missing (split-00003-of-00003.gguf",
         "no-weights": "holds no weights",
         "pickled": "pickled",
         "cut-weights": "truncated",

@@ -15,6 +15,7 @@ from tokenizers.models import BPE
 from engine.text.detokenizer import Detokenizer
 from engine.text.token_bytes import sentencepiece_bytes
 from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.text.vocabulary import FastVocabulary
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,7 @@ def sentencepiece() -> tuple[Tokenizer, Backend]:
         ]
     )
     tokenizer = Tokenizer(
-        backend,
-        spelling=sentencepiece_bytes,
+        FastVocabulary(backend, sentencepiece_bytes),
         strips_leading_space=True,
         bos_token_id=0,
         eos_token_ids={1},

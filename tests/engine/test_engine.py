@@ -127,7 +127,7 @@ def test_tokens_beyond_the_tokenizers_vocabulary_disturb_nobody(engine):
             engine.add_request("bad", prompt, params)
     padded = SamplingParams(temperature=0.0, max_tokens=4, min_tokens=4, repetition_penalty=1.3)
     engine.add_request("padded", [49100, *prompt], padded)
-    engine._answers["padded"]._ending_token_ids += (49101,)
+    engine._answers["padded"].sampling._ending_token_ids += (49101,)
     engine.add_request("good", prompt, GREEDY)
     outputs = run(engine)
     assert outputs["padded"].finish_reason == "length" and len(outputs["padded"].token_ids) == 4
@@ -351,12 +351,10 @@ def test_owner_slots_are_reused_and_their_old_blocks_lose_the_colour(engine):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization": "int4"}, "quantization='int4' is not available yet"),
-        ({"quantization": "int8"}, "quantization='int8' is not available yet"),
-        ({"kv_dtype": "int8"}, "kv_dtype='int8' is not available yet"),
-        ({"speculation": "ngram"}, "speculation"),
-        ({"draft_model": "x"}, "draft_model"),
-        ({"backend": "transformers"}, "backend='transformers' is not available yet"),
+        ({"speculation": "draft"}, "speculation='draft' needs a draft_model"),
+        ({"draft_model": "x"}, "draft_model='x' is only used with speculation='draft'"),
+        ({"speculation": "ngram", "num_draft_tokens": 17}, r"num_draft_tokens must lie in \[1, 16\], got 17"),
+        ({"backend": "transformers"}, "backend='transformers' needs a model folder"),
         ({"device": "tpu"}, "device='tpu'"),
         ({"device": "mps"}, "device='mps'"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from engine.kv_cache import KVCache
+from engine.layers.mlp import MixtureOfExperts
 from engine.models import LoadedModel
 from engine.models.config import UnsupportedModelError
+from engine.models.decoder import Decoder
 from engine.models.native_decoder import why_not_native
-from engine.runner import ModelRunner, NativeRunner, make_runner
+from engine.quantization import DenseWeight
+from engine.quantization.native import NativeWeight
+from engine.runner import ModelRunner, NativeRunner, make_runner, runner_kv_dtype
 from engine.scheduler import ScheduledRequest, StepPlan
+from kernels.cpu.library import SourceFormat
+from kernels.cpu.packing import pack
+from tests.engine.families import FAMILIES, expected_logits, save_family
 from tests.engine.tiny_llama import (
     CPU,
     Harness,
@@ -84,10 +93,14 @@ def test_one_list_of_operations_computes_what_the_layers_do_one_by_one(tmp_path)
 
 @pytest.mark.parametrize("tensor_type", ["Q4_1", "Q8_0", "F32"])
 def test_logits_are_the_same_bits_alone_chunked_and_in_company(tmp_path, tensor_type):
-    loaded = packed(tmp_path, tensor_type)
+    assert_same_bits_in_company(packed(tmp_path, tensor_type), torch.float32)
+
+
+def assert_same_bits_in_company(loaded: LoadedModel, kv_dtype: torch.dtype) -> None:
+    """Compares whole prefills alone with one step of a decode and the last chunks of others."""
     tokens = [random_tokens(length, seed=length) for length in (33, 17, 5, 64)]
-    alone = [Harness(loaded).logits(token_ids)[-1] for token_ids in tokens]
-    harness = Harness(loaded)
+    alone = [Harness(loaded, kv_dtype=kv_dtype).logits(token_ids)[-1] for token_ids in tokens]
+    harness = Harness(loaded, kv_dtype=kv_dtype)
     requests = [harness.request(token_ids) for token_ids in tokens]
     for request, computed in zip(requests, (32, 10, 0, 50)):
         if computed:
@@ -99,6 +112,58 @@ def test_logits_are_the_same_bits_alone_chunked_and_in_company(tmp_path, tensor_
     together = harness.runner.execute(StepPlan(plan, []))
     for row, expected in zip(together, alone):
         assert torch.equal(row, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_computed_in_whole_steps(tmp_path, family):
+    oracle = save_family(family, tmp_path)
+    loaded = load(tmp_path, kernels="cpu")
+    harness, token_ids = Harness(loaded), random_tokens(100)
+    assert isinstance(harness.runner, NativeRunner)
+    whole = harness.logits(token_ids)
+    torch.testing.assert_close(whole, expected_logits(oracle, token_ids), atol=3e-4, rtol=3e-4)
+    assert torch.equal(Harness(loaded).logits(token_ids, chunk=7), whole)
+    for kv_dtype in (torch.float32, torch.int8):
+        assert_same_bits_in_company(loaded, kv_dtype)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+def test_packed_families_agree_with_their_layers_called_one_by_one(tmp_path, family):
+    save_family(family, tmp_path)
+    loaded = load(tmp_path, kernels="cpu", quantization="int8")
+    token_ids = random_tokens(60)
+    compiled = Harness(loaded).logits(token_ids)
+    harness = Harness(loaded, block_size=12)  # which the compiled decoder does not have
+    assert loaded.native and not loaded.whole_step(12) and isinstance(harness.runner, ModelRunner)
+    assert loaded.kernels(12) == f"{loaded.kernels(16)} (eager)"
+    torch.testing.assert_close(harness.logits(token_ids), compiled, atol=5e-3, rtol=5e-3)
+
+
+def test_weights_in_other_forms_than_tiles_are_computed_one_by_one(tmp_path):
+    random_llama(tiny_config(**SHAPE)).save_pretrained(tmp_path)
+    loaded = load(tmp_path, kernels="cpu")
+    token_ids = random_tokens(30)
+    expected = Harness(loaded).logits(token_ids)
+    assert isinstance(loaded.model, Decoder)
+    output = loaded.model.layers[1].attention.output
+    output.weight = DenseWeight(output.weight.dequantize())
+    assert not loaded.whole_step(16) and runner_kv_dtype(loaded, "auto") == torch.float16
+    harness = Harness(loaded)
+    assert isinstance(harness.runner, ModelRunner)
+    torch.testing.assert_close(harness.logits(token_ids), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_products_from_several_threads_take_turns(tmp_path):
+    model = packed(tmp_path, "Q4_1").model
+    assert isinstance(model, Decoder)
+    weights = [layer.attention.output.weight for layer in model.layers]
+    x = torch.randn(300, weights[0].shape[1], generator=torch.Generator().manual_seed(0))
+    alone = [weight.matmul(x) for weight in weights]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda weight: weight.matmul(x), weights * 20))
+    assert all(torch.equal(result, expected) for result, expected in zip(together, alone * 20))
+    assert torch.equal(weights[0].matmul(x[299:]), alone[0][299:])
+    assert weights[0].matmul(x[:0]).shape == (0, weights[0].shape[0])
 
 
 def test_more_rows_of_logits_than_the_head_computes_at_once(tmp_path):
@@ -128,3 +193,18 @@ def test_what_the_native_kernels_cannot_do_is_named_and_refused_where_they_are_f
     assert "KV blocks of 12" in (why_not_native(packed(tmp_path, "F32").config, 12) or "")
     with pytest.raises(UnsupportedModelError, match="bfloat16"):
         load(tmp_path / "tiny.gguf", kernels="cpu", dtype="bf16")
+
+
+def test_experts_of_unlike_formats_are_computed_one_by_one(tmp_path):
+    save_family("mixtral", tmp_path)
+    loaded = load(tmp_path, kernels="cpu")
+    assert isinstance(loaded.model, Decoder)
+    mlp = loaded.model.layers[0].mlp
+    assert isinstance(mlp, MixtureOfExperts)
+    token_ids = random_tokens(30)
+    expected = Harness(loaded).logits(token_ids)
+    down = mlp.experts[1].down
+    rows = torch.from_numpy(gguf.quantize(down.weight.dequantize().numpy(), gguf.GGMLQuantizationType.Q8_0))
+    down.weight = NativeWeight(pack(rows, SourceFormat.Q8_0, down.weight.shape[1]))
+    assert not loaded.whole_step(16)
+    torch.testing.assert_close(Harness(loaded).logits(token_ids), expected, atol=0.1, rtol=0.1)

@@ -7,11 +7,12 @@ import torch
 
 from engine import memory
 from engine.catalog import describe_path, starter_model
-from engine.memory import DeviceMemory, estimate, fits, kv_bytes_per_token
+from engine.memory import DeviceMemory, Hardware, estimate, fits, kv_bytes_per_token
 from engine.placement import choose_num_blocks, max_batched_tokens
 from engine.protocol import EngineConfig
 
 CPU = torch.device("cpu")
+NATIVE = Hardware("RAM", native=True)
 GIB = 1 << 30
 
 
@@ -33,7 +34,7 @@ def test_the_cache_of_an_engine_is_the_one_that_was_estimated(
     per_token = kv_bytes_per_token(shape, "fp16")
     config = EngineConfig(model=str(starter), max_context=max_context, max_num_seqs=max_num_seqs)
     taken = choose_num_blocks(config, max_context, per_token, CPU) * config.block_size * per_token
-    wanted = estimate(shape, "RAM", max_context=max_context, max_num_seqs=max_num_seqs, kv_dtype="fp16")
+    wanted = estimate(shape, config, NATIVE)
     assert taken == wanted.kv_cache
 
 
@@ -43,12 +44,14 @@ def test_where_memory_is_short_the_cache_is_the_one_that_was_said_to_fit(monkeyp
     shape = describe_path(starter).shape
     assert shape is not None
     per_token = kv_bytes_per_token(shape, "fp16")
-    wanted = estimate(shape, "RAM", max_num_seqs=8)
+    config = EngineConfig(model=str(starter))
+    wanted = estimate(shape, config, NATIVE)
     told = fits(wanted, free_ram(monkeypatch, wanted.weights + wanted.runtime + GIB))
     assert told.fits and told.needed < wanted.total
     free_ram(monkeypatch, GIB)  # as it is once the weights are there
-    blocks = choose_num_blocks(EngineConfig(model=str(starter)), shape.max_context, per_token, CPU)
-    assert 0 <= told.largest_context - blocks * 16 < 16
+    blocks = choose_num_blocks(config, shape.max_context, per_token, CPU)
+    assert blocks == told.granted.num_blocks
+    assert told.largest_context == blocks * 16
     assert blocks * 16 < wanted.kv_tokens
 
 

@@ -85,7 +85,7 @@ def test_draft_tokens_are_computed_after_the_known_ones_with_a_row_each(oracle, 
 def test_a_reused_block_shows_nothing_of_its_last_owner(oracle, tiny):
     harness = Harness(tiny, num_blocks=4)
     assert isinstance(harness.runner, ModelRunner)
-    harness.runner.kv_cache.layers[0].fill_(float("nan"))
+    harness.runner.kv_cache.layers[0].data.fill_(float("nan"))
     harness.logits(random_tokens(40, seed=1))
     harness.free_blocks = [2, 0, 3, 1]
     token_ids = random_tokens(30, seed=2)

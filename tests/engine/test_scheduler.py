@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -275,7 +277,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted_whatever_room_there_seems_t
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, cancels, failures and steps over small pools full of shared prefixes."""
+    """Random arrivals, cancels, failures, drafts and steps over small pools full of shared prefixes."""
 
     @initialize(
         num_blocks=st.integers(3, 24),
@@ -284,8 +286,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra_budget=st.integers(0, 12),
         weak_hash=st.booleans(),
         prefix_caching=st.booleans(),
+        luck=st.integers(0, 1000),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, extra_budget, weak_hash, prefix_caching):
+    def start(self, num_blocks, block_size, max_num_seqs, extra_budget, weak_hash, prefix_caching, luck):
         # A hash of two bits collides all the time: hits must be verified to be right.
         weak = lambda parent, tokens: bytes([hash_block(parent, tokens)[0] & 3])  # noqa: E731
         pool = BlockPool(
@@ -295,6 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.model = SimulatedModel(num_blocks, block_size)
         self.requests: list[Request] = []
         self.dropped: set[str] = set()
+        self.luck = random.Random(luck)
 
     def alive(self) -> list[Request]:
         return [r for r in self.requests if not r.is_finished]
@@ -333,11 +337,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         earlier = data.draw(st.sampled_from(self.requests))
         self.arrive([*earlier.token_ids, *more], max_tokens, True)
 
-    @rule(count=st.integers(1, 6))
-    def run_steps(self, count):
+    def guess(self, request: Request) -> list[int]:
+        """Right for a while and then wrong, as far as `luck` says."""
+        output = expected_output(request.token_ids, 8, frozenset())
+        return [token if self.luck.random() < 0.8 else (token + 1) % VOCAB_SIZE for token in output]
+
+    @rule(count=st.integers(1, 6), drafts=st.booleans())
+    def run_steps(self, count, drafts):
         for _ in range(count):
             running = list(self.scheduler.running)
-            plan = step(self.scheduler, self.model)
+            plan = step(self.scheduler, self.model, self.guess if drafts else None)
             assert sum(entry.num_new_tokens for entry in plan.scheduled) <= self.scheduler.max_batched_tokens
             if plan.preempted:
                 assert all(entry.request in running for entry in plan.scheduled), "admitted in a step that preempted"
@@ -354,6 +363,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.running)
     @rule(data=st.data())
     def drop_one_while_a_step_runs(self, data):
+        for request in self.scheduler.running:  # beyond any room: the scheduler has to trim them
+            request.draft_token_ids = self.guess(request)
         plan = self.scheduler.schedule()
         sampled = self.model.execute(plan)
         if self.alive():

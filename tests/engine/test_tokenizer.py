@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from engine.protocol import ChatMessage
 from engine.text.end_tokens import known_end_tokens
 from engine.text.folder_tokenizer import _spelling
-from engine.text.gguf_tokenizer import PRE_TOKENIZERS
+from engine.text.pre_tokenizers import PRE_TOKENIZERS
 from engine.text.token_bytes import byte_alphabet, byte_level_bytes, sentencepiece_bytes
 from engine.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from engine.text.vocabulary import FastVocabulary, any_of
 from tests.engine.tiny_gguf import BYTE_ALPHABET, write_model
 
 TEXTS = [
@@ -240,9 +241,9 @@ def test_end_tokens_of_all_sources_are_united(tmp_path: Path) -> None:
     assert load_tokenizer(path).eos_token_ids == {257, 258, 259, 260}
 
 
-def test_in_harmony_the_end_of_a_message_does_not_end_the_answer() -> None:
+def test_in_harmony_the_end_of_a_message_does_not_end_the_answer_but_a_call_does() -> None:
     tokens = [(5, "<|end|>"), (6, "<|return|>"), (7, "<|call|>"), (8, "<|endoftext|>")]
-    assert known_end_tokens(tokens) == {6, 8}
+    assert known_end_tokens(tokens) == {6, 7, 8}
     assert known_end_tokens(tokens[:1]) == {5}
 
 
@@ -258,13 +259,36 @@ def test_in_harmony_the_end_of_a_message_does_not_end_the_answer() -> None:
     ],
 )
 def test_text_is_cut_as_each_family_cuts_it(
-    text: str, gpt2: list[str], llama3: list[str], qwen2: list[str], smollm: list[str], tmp_path: Path
+    text: str, gpt2: list[str], llama3: list[str], qwen2: list[str], smollm: list[str]
 ) -> None:
     for pre, expected in {"gpt-2": gpt2, "llama-bpe": llama3, "qwen2": qwen2, "smollm": smollm}.items():
-        backend = load_tokenizer(write_model(tmp_path / f"{pre}.gguf", pre=pre))._backend
-        assert backend.pre_tokenizer is not None
-        spans = [span for _, span in backend.pre_tokenizer.pre_tokenize_str(text)]
-        assert [text[start:end] for start, end in spans] == expected, pre
+        assert cut(text, pre) == expected, pre
+
+
+def cut(text: str, pre: str) -> list[str]:
+    from tokenizers import Regex, pre_tokenizers
+
+    pieces = [text]
+    for split in PRE_TOKENIZERS[pre].splits:
+        step = pre_tokenizers.Split(Regex(split), behavior="isolated")
+        pieces = [part for piece in pieces for part, _ in step.pre_tokenize_str(piece)]
+    return pieces
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("HelloWorld", {"gpt-4o": ["Hello", "World"], "tekken": ["Hello", "World"], "dbrx": ["HelloWorld"]}),
+        ("it's 1234", {"gpt-4o": ["it's", " ", "123", "4"], "tekken": ["it", "'s", " ", "1", "2", "3", "4"]}),
+        ("a/\n", {"gpt-4o": ["a", "/\n"], "seed-coder": ["a", "/", "\n"], "starcoder": ["a", "/", "\n"]}),
+        ("12345", {"superbpe": ["12", "345"], "default": ["123", "45"], "viking": list("12345")}),
+        ("=>x", {"default": ["=>", "x"], "deepseek-coder": ["=>", "x"], "deepseek-v3": ["=>", "x"]}),
+        ("a\r\nb", {"deepseek-llm": ["a", "\r", "\n", "b"], "llama-bpe": ["a", "\r\n", "b"]}),
+        ("我想 ok", {"deepseek-llm": ["我想", " ok"], "deepseek-v3": ["我想", " ok"], "qwen2": ["我想", " ok"]}),
+    ],
+)
+def test_rarer_rules_cut_as_llama_cpp_cuts(text: str, expected: dict[str, list[str]]) -> None:
+    assert {pre: cut(text, pre) for pre in expected} == expected
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
@@ -278,10 +302,10 @@ def test_every_known_pre_tokenizer_can_be_built_and_loses_no_text(pre: str, tmp_
 def test_split_rules_equal_those_of_transformers() -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    compared = [name for name, rules in PRE_TOKENIZERS.items() if rules.regex is not None]
-    assert len(compared) > 5
+    compared = PRE_TOKENIZERS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()
+    assert len(compared) > 10
     for name in compared:
-        assert PRE_TOKENIZERS[name].regex == GGUF_PRE_TOKENIZER_SPLITS[name], name
+        assert PRE_TOKENIZERS[name].splits == (GGUF_PRE_TOKENIZER_SPLITS[name],), name
 
 
 @pytest.mark.parametrize(
@@ -289,7 +313,7 @@ def test_split_rules_equal_those_of_transformers() -> None:
     [
         ({"pre": "viking-9"}, r"pre-tokenizer 'viking-9' is not known .*qwen2"),
         ({"pre": None}, r"tokenizer\.ggml\.pre is missing"),
-        ({"model": "llama"}, r"of the kind 'llama', which cannot be read from GGUF yet"),
+        ({"model": "bert"}, r"of the kind 'bert', which is not supported"),
         (
             {"tokens": [*BYTE_ALPHABET, "ab", "ab"], "types": [1] * 258, "eos": 0, "bos": 0},
             "1 of its tokens appear twice",
@@ -380,3 +404,66 @@ def test_how_a_vocabulary_is_spelled_is_read_off_its_decoder(tmp_path: Path) -> 
         backend.decoder = decoder
         with pytest.raises(TokenizerError, match="decodes in a way that is not supported"):
             _spelling(tmp_path, backend)
+
+
+def test_a_template_by_name_serves_where_it_is_the_only_one(tmp_path: Path) -> None:
+    def template_of(**changes: Any) -> str | None:
+        template = load_tokenizer(write_model(tmp_path / "x.gguf", **changes)).chat_template
+        return template and template.source
+
+    tools, default = {"name": "tools", "template": "t"}, {"name": "default", "template": "d"}
+    assert template_of(template=None, templates=[default, tools]) == "d"
+    assert template_of(template=None, templates=[tools]) == "t"
+    assert template_of(template=None, templates=[tools, {"name": "rag", "template": "r"}]) is None
+    assert template_of(template="d") == "d"
+
+
+def test_an_added_token_that_ends_turns_is_special_whatever_its_converter_thought(tmp_path: Path) -> None:
+    tokens = [*BYTE_ALPHABET, "<end_of_turn>", "<|endoftext|>", "<think>", "</s>", "ab"]
+    path = write_model(tmp_path / "x.gguf", tokens=tokens, types=[1] * 256 + [4, 3, 4, 1, 1], bos=None, eos=257)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.eos_token_ids == {256, 257}  # 259 is ordinary text
+    assert tokenizer.special_token_ids == {256, 257}
+    assert tokenizer.decode(tokenizer.encode("a<end_of_turn><think>")) == "a<think>"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    texts=st.lists(st.text(alphabet="<a|b>.", min_size=1, max_size=6), max_size=12),
+    text=st.text("<a|b>.x", max_size=30),
+)
+def test_the_longest_of_many_texts_is_found_first_from_the_left(texts: list[str], text: str) -> None:
+    pattern = any_of(texts)
+    longest_first = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+    if pattern is None:
+        assert not texts
+    else:
+        assert pattern.findall(text) == re.findall(longest_first, text)
+
+
+def test_thousands_of_special_tokens_are_found_in_a_moment() -> None:
+    texts = [f"<unused{index}>" for index in range(6000)] + ["\n" * count for count in range(1, 32)]
+    pattern = any_of(texts)
+    assert pattern is not None
+    start = time.thread_time()
+    assert pattern.findall("a < b <unused5999> <unused60000> " * 3000) == ["<unused5999>"] * 3000
+    assert time.thread_time() - start < 1.0
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "prepend"])
+def test_a_folders_tokenizer_puts_no_space_into_the_middle_of_a_text(scheme: str) -> None:
+    from tokenizers import AddedToken, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.models import BPE
+
+    backend = Backend(BPE(vocab={"▁": 0, "a": 1, "▁a": 2, "<s>": 3}, merges=[("▁", "a")]))
+    backend.add_special_tokens([AddedToken("<s>", normalized=False)])
+    if scheme == "prepend":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    vocabulary = FastVocabulary(backend, sentencepiece_bytes)
+    assert vocabulary.encode("a<s>a", True, None) == ([2, 3, 1] if scheme == "first" else [2, 3, 2])
+    assert vocabulary.encode("a", True, 1) == [1]
+    assert vocabulary.encode("a", True, 3) == ([1] if scheme == "first" else [2])
+    assert vocabulary.encode("a", True, None) == [2]

@@ -46,7 +46,7 @@ from tests.fake_engine import ROOT
 
 E = TypeVar("E", bound=AnyEvent)
 TIMEOUT = 150.0
-FRANCE = [ChatMessage(role="user", content="What is the capital of France?")]
+JAPAN = [ChatMessage(role="user", content="What is the capital of Japan?")]
 
 
 class Engine:
@@ -103,11 +103,11 @@ def running(starter_model: Path) -> Iterator[Engine]:
     client = LocalEngineClient()
     client.start()
     engine = Engine(client)
-    assert engine.ask(messages=FRANCE) == "r1"
-    client.send(CountTokens(query_id="too early", messages=FRANCE))
+    assert engine.ask(messages=JAPAN) == "r1"
+    client.send(CountTokens(query_id="too early", messages=JAPAN))
     client.send(LoadModel(config=EngineConfig(model=str(starter_model.with_name("missing.gguf")))))
     client.send(LoadModel(config=EngineConfig(model=str(starter_model), num_kv_blocks=256, max_num_seqs=4)))
-    assert engine.ask(messages=FRANCE, max_tokens=24) == "r2"
+    assert engine.ask(messages=JAPAN, max_tokens=24) == "r2"
     yield engine
     client.close()
 
@@ -136,7 +136,7 @@ def test_it_says_what_it_runs_on_and_answers_in_order_of_arrival(engine: Engine)
 
 def test_a_request_sent_during_the_load_is_answered_after_it(engine: Engine) -> None:
     accepted, finished = engine.of(Accepted, "r2")[0], engine.of(Finished, "r2")[0]
-    assert "Paris" in engine.text("r2")
+    assert "Tokyo" in engine.text("r2")
     assert finished.finish_reason == "stop" and finished.metrics is not None
     assert finished.metrics.prompt_tokens == accepted.prompt_tokens
     kinds = [type(event) for event in engine.events if getattr(event, "request_id", None) == "r2"]
@@ -144,13 +144,13 @@ def test_a_request_sent_during_the_load_is_answered_after_it(engine: Engine) -> 
 
 
 def test_counting_tokens_agrees_with_the_prompt_of_a_request(engine: Engine) -> None:
-    engine.client.send(CountTokens(query_id="q1", messages=FRANCE))
+    engine.client.send(CountTokens(query_id="q1", messages=JAPAN))
     counted = engine.until_type(TokenCount)
     assert counted.count == engine.of(Accepted, "r2")[0].prompt_tokens
 
 
 def test_several_requests_share_the_steps_and_a_cancelled_one_keeps_its_start(engine: Engine) -> None:
-    stories = [engine.ask(owner=f"tab {index}", messages=FRANCE, max_tokens=400, ignore_eos=True) for index in "ab"]
+    stories = [engine.ask(owner=f"tab {index}", messages=JAPAN, max_tokens=400, ignore_eos=True) for index in "ab"]
     for request_id in stories:
         engine.until(lambda event, wanted=request_id: isinstance(event, Delta) and event.request_id == wanted)
     telemetry = engine.until(lambda event: isinstance(event, Telemetry) and event.running == 2)
@@ -168,12 +168,12 @@ def test_several_requests_share_the_steps_and_a_cancelled_one_keeps_its_start(en
 
 
 def test_cancelling_at_once_or_twice_gives_one_finished(engine: Engine) -> None:
-    request_id = engine.ask(messages=FRANCE, max_tokens=300, ignore_eos=True)
+    request_id = engine.ask(messages=JAPAN, max_tokens=300, ignore_eos=True)
     for _ in range(2):
         engine.client.send(Cancel(request_id=request_id))
     engine.client.send(Cancel(request_id="never heard of"))
     assert engine.until_type(Finished, request_id).finish_reason == "cancelled"
-    engine.client.send(CountTokens(query_id="after", messages=FRANCE))
+    engine.client.send(CountTokens(query_id="after", messages=JAPAN))
     engine.until_type(TokenCount)
     assert len(engine.of(Finished, request_id)) == 1
 
@@ -243,7 +243,7 @@ def test_unloading_ends_requests_and_gives_the_memory_back(engine: Engine, start
     process = psutil.Process(pid)
     weights = engine.of(ModelLoaded)[0].info.weight_bytes
     resident = process.memory_info().rss
-    request_id = engine.ask(messages=FRANCE, max_tokens=300, ignore_eos=True)
+    request_id = engine.ask(messages=JAPAN, max_tokens=300, ignore_eos=True)
     engine.until_type(Delta, request_id)
     engine.client.send(UnloadModel())
     engine.until_type(ModelUnloaded)

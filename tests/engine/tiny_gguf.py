@@ -20,10 +20,10 @@ TEMPLATE = (
 def write_model(path: Path, **changes: Any) -> Path:
     """A whole, tiny llama file: 2 layers, 4 heads over 2 KV heads of 8, byte vocabulary, ChatML template.
 
-    `changes` replace values: context, pre, model, bos, add_bos, template, tokens, types, merges, extra (more
-    integers by key).
+    `changes` replace values: architecture, context, pre, model, bos, add_bos, template, templates, tokens, types,
+    scores, merges, flags (booleans by key), extra (more integers by key).
     """
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, changes.get("architecture", "llama"))
     writer.add_block_count(2)
     writer.add_context_length(changes.get("context", 256))
     writer.add_embedding_length(32)
@@ -37,6 +37,8 @@ def write_model(path: Path, **changes: Any) -> Path:
     writer.add_token_list(tokens)
     writer.add_token_types(changes.get("types", [1] * 256 + [3, 3, 3, 4, 1]))
     writer.add_token_merges(changes.get("merges", ["a b"]))
+    if scores := changes.get("scores"):
+        writer.add_token_scores(scores)
     if (bos := changes.get("bos", 258)) is not None:
         writer.add_bos_token_id(bos)
     writer.add_eos_token_id(changes.get("eos", 257))
@@ -44,6 +46,10 @@ def write_model(path: Path, **changes: Any) -> Path:
         writer.add_add_bos_token(add_bos)
     if template := changes.get("template", TEMPLATE):
         writer.add_chat_template(template)
+    if templates := changes.get("templates"):
+        writer.add_chat_template(templates)
+    for key, value in changes.get("flags", {}).items():
+        writer.add_bool(key, value)
     for key, value in changes.get("extra", {}).items():
         writer.add_uint32(key, value)
     writer.add_tensor("token_embd.weight", np.ones((len(tokens), 32), dtype=np.float32))
@@ -70,3 +76,10 @@ def header(
 
 def tensor(name: str, dims: list[int], type_id: int = 0, offset: int = 0) -> bytes:
     return string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, type_id, offset)
+
+
+def set_metadata(path: Path, key: str, code: str, value: int) -> None:
+    """Overwrites a number in a file's metadata; `code` is struct's for its type."""
+    data = bytearray(path.read_bytes())
+    struct.pack_into(code, data, data.index(string(key)) + len(string(key)) + 4, value)
+    path.write_bytes(data)

@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from engine.models import LoadedModel, load_model
+from engine.models.decoder import Decoder
 from engine.protocol import EngineConfig
 from engine.request import Request
 from engine.runner import Runner, make_runner
@@ -56,8 +57,14 @@ def load(path: Path, kernels: str = "reference", **changes: Any) -> LoadedModel:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ops.BACKEND_VARIABLE, kernels)
         loaded = load_model(path, EngineConfig(model=str(path), **changes), CPU, lambda *_: None, lambda: False)
-    assert loaded.native == (kernels == "cpu")
+    assert loaded.native == loaded.whole_step(16) == (kernels == "cpu")
     return loaded
+
+
+def decoder_of(loaded: LoadedModel) -> Any:
+    """Our own decoder, untyped since tests look into layers of every kind."""
+    assert isinstance(loaded.model, Decoder)
+    return loaded.model
 
 
 @dataclass
@@ -67,11 +74,12 @@ class Harness:
     loaded: LoadedModel
     block_size: int = 16
     num_blocks: int = 64
+    kv_dtype: torch.dtype = torch.float32
     runner: Runner = field(init=False)
     free_blocks: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.runner = make_runner(self.loaded, self.num_blocks, self.block_size, torch.float32, budget=2048)
+        self.runner = make_runner(self.loaded, self.num_blocks, self.block_size, self.kv_dtype, budget=2048)
         generator = torch.Generator().manual_seed(2)
         self.free_blocks = torch.randperm(self.num_blocks, generator=generator).tolist()
 
