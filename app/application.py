@@ -17,11 +17,11 @@ from PySide6.QtWidgets import QApplication, QMessageBox
 
 from app.bridge import Bridge
 from app.crash import CrashReport, CrashWatch
-from app.panels.dialogs import ReportDialog
 from app.panels.library import ModelLibrary
 from app.paths import data_folder, database_path, log_folder, settings_path
 from app.settings import SettingsFile
 from app.single_instance import SingleInstance
+from app.state.benchmark import BenchmarkState
 from app.state.delivery import Delivery
 from app.state.engine_state import EngineState
 from app.state.records import Preset
@@ -35,7 +35,7 @@ from engine.protocol import SamplingParams
 
 STORE_TIMEOUT_S = 5.0
 WORKER_TIMEOUT_S = 3.0
-AFTER_FIRST_PAINT_MS = 60
+LONGEST_FIRST_PAINT_MS = 1000
 _log = logging.getLogger(__name__)
 
 
@@ -147,20 +147,20 @@ class Application(QObject):
         self.engine = EngineState(self.client, self.bridge, self)
         self.telemetry = TelemetryState(self.bridge, self.engine, parent=self)
         self.workspace = Workspace(self.store, self.bridge, self.engine, builtin_presets=builtin_presets(), parent=self)
+        self.benchmark = BenchmarkState(self.engine, self.bridge, self.workspace, self)
         self.library = ModelLibrary(lambda: settings.model_folders, self)
         self.window = MainWindow(
-            WindowServices(file, self.themes, self.engine, self.telemetry, self.workspace, self.library)
+            WindowServices(file, self.themes, self.engine, self.telemetry, self.workspace, self.library, self.benchmark)
         )
         self.window.close_requested.connect(self.quit)
-        self._has_quit = False
+        self._has_gone_on = self._has_quit = False
 
     def start(self, previous_crash: CrashReport | None = None) -> None:
         """Shows the window; then starts the engine beside it and brings the chats back."""
         self.workspace.restored.connect(self._restored)
-        self.workspace.restore()
+        self.window.first_painted.connect(self._go_on)
         self.window.show()
-        QTimer.singleShot(0, self._start_engine)
-        QTimer.singleShot(AFTER_FIRST_PAINT_MS, self.window.dashboard.build)
+        QTimer.singleShot(LONGEST_FIRST_PAINT_MS, self._go_on)  # a window that starts minimised is not painted
         if previous_crash is not None:
             QTimer.singleShot(0, lambda: self._tell_crash(previous_crash))
         elif self.file.problem:
@@ -195,9 +195,16 @@ class Application(QObject):
         self.window.close()
         QCoreApplication.quit()
 
-    def _start_engine(self) -> None:
+    @Slot()
+    def _go_on(self) -> None:
+        """All that the first picture of the window does not need."""
+        if self._has_gone_on or self._has_quit:
+            return
+        self._has_gone_on = True
         self.engine.start(self.window.models.config_at_start())
+        self.workspace.restore()
         self.library.refresh()
+        QTimer.singleShot(0, self.window.dashboard.build)
 
     def _restored(self) -> None:
         if not self.workspace.sessions:
@@ -227,6 +234,8 @@ class Application(QObject):
     def _show_report(self, report: CrashReport) -> None:
         when = report.ended_at.strftime("%Y-%m-%d %H:%M")
         explanation = f"This is what Kvasir wrote down when it ended on {when}. Your chats are not part of it."
+        from app.panels.dialogs import ReportDialog
+
         ReportDialog(self.window, "Crash report", explanation, report.text).open()
 
 

@@ -14,6 +14,7 @@ from engine.protocol import EngineConfig
 SETTINGS_VERSION = 1
 DEFAULT_FONT_SIZE = 14
 FONT_SIZE_RANGE = (11, 22)
+MAX_LOAD_OPTIONS = 100
 _log = logging.getLogger(__name__)
 
 
@@ -42,6 +43,8 @@ class Settings(msgspec.Struct):
     model_folders: list[str] = []
     load_model_at_start: bool = True
     last_model: EngineConfig | None = None
+    load_options: dict[str, EngineConfig] = {}
+    """How each model was loaded last, by its path; those used longest ago come first and are forgotten first."""
     window: WindowState = msgspec.field(default_factory=WindowState)
 
 
@@ -51,6 +54,18 @@ def read_settings(path: Path) -> Settings:
         return msgspec.json.decode(path.read_bytes(), type=Settings)
     except FileNotFoundError:
         return Settings()
+
+
+def remember_load(settings: Settings, config: EngineConfig) -> bool:
+    """Keeps how a model was loaded, for the next time and for the next start. Returns whether that is news."""
+    if settings.last_model == config and settings.load_options.get(config.model) == config:
+        return False
+    settings.last_model = config
+    settings.load_options.pop(config.model, None)
+    settings.load_options[config.model] = config
+    for path in list(settings.load_options)[:-MAX_LOAD_OPTIONS]:
+        del settings.load_options[path]
+    return True
 
 
 class SettingsFile:

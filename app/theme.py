@@ -89,6 +89,7 @@ class Theme:
     memory_weights: str
     memory_kv: str
     memory_workspace: str
+    memory_draft: str
     memory_runtime: str
     memory_other: str
     memory_free: str

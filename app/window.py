@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from PySide6.QtCore import QEvent, QRect, Qt, Signal
-from PySide6.QtGui import QCloseEvent
+from PySide6.QtCore import QEvent, QRect, Qt, QTimer, Signal
+from PySide6.QtGui import QCloseEvent, QPaintEvent
 from PySide6.QtWidgets import QMainWindow, QMenu, QSplitter, QVBoxLayout, QWidget
 
+from app.benchmark.run import OWNER as BENCHMARK
 from app.commands import MENUS, CommandSet
 from app.panels.banner import EngineBanner
 from app.panels.chat_files import ChatFiles
@@ -25,6 +26,7 @@ from app.panels.sampling import SamplingPanel
 from app.panels.sidebar import Sidebar
 from app.panels.toast import Toast
 from app.settings import SettingsFile
+from app.state.benchmark import BenchmarkState
 from app.state.context_usage import ContextUsage
 from app.state.engine_state import EngineState
 from app.state.session import ChatSession
@@ -47,12 +49,14 @@ class WindowServices:
     telemetry: TelemetryState
     workspace: Workspace
     library: ModelLibrary
+    benchmark: BenchmarkState
 
 
 class MainWindow(QMainWindow):
     """The window. `close_requested` asks the application to quit; it decides when the window really closes."""
 
     close_requested = Signal()
+    first_painted = Signal()
 
     def __init__(self, services: WindowServices) -> None:
         super().__init__()
@@ -62,6 +66,7 @@ class MainWindow(QMainWindow):
         self.services, self.file, self.themes = services, services.file, services.themes
         self.engine, self.workspace = services.engine, services.workspace
         self.may_close = False
+        self._was_painted = False
         self.colours = OwnerColours(services.telemetry, self.themes, self)
 
         self.models = ModelActions(self.engine, services.library, self.file, self)
@@ -76,7 +81,7 @@ class MainWindow(QMainWindow):
             ModelPanel(self.engine, services.library, self.themes),
             ContextMeter(self.usage),
         )
-        self.dashboard = DashboardHost(services.telemetry, self.themes, self.workspace.title)
+        self.dashboard = DashboardHost(services.telemetry, self.themes, self._owner_title)
         self._lay_out()
         self.toast = Toast(self.pages, self.themes)
         self.files = ChatFiles(self.workspace, self.toast, self)
@@ -130,10 +135,10 @@ class MainWindow(QMainWindow):
         banner.restart_requested.connect(self.engine.restart)
         banner.choose_model_requested.connect(self.actions_.choose_model)
         banner.load_starter_requested.connect(self.models.load_starter)
-        model_panel.load_requested.connect(self.models.load)
+        model_panel.dialog_requested.connect(self.actions_.show_load_dialog)
         model_panel.open_file_requested.connect(self.models.open_file)
         model_panel.unload_requested.connect(self.models.unload)
-        self.models.settings_wanted.connect(lambda: self.actions_.show_page("model"))
+        self.models.dialog_wanted.connect(self.actions_.show_load_dialog)
         self.models.problem.connect(self._say_problem)
         workspace.current_changed.connect(self._session_changed)
         workspace.conversations_changed.connect(self._show_title)
@@ -154,6 +159,9 @@ class MainWindow(QMainWindow):
         self.inspector.set_session(session)
         self.usage.set_session(session)
         self._show_title()
+
+    def _owner_title(self, owner: str) -> str:
+        return "Benchmark" if owner == BENCHMARK else self.workspace.title(owner)
 
     def _show_title(self) -> None:
         session = self.workspace.current
@@ -236,6 +244,12 @@ class MainWindow(QMainWindow):
         if state.dashboard_visible:
             state.dashboard_height = self.dashboard.height()
         state.inspector_tab = "model" if self.inspector.page == "model" else "sampling"
+
+    def paintEvent(self, event: QPaintEvent) -> None:
+        super().paintEvent(event)
+        if not self._was_painted:
+            self._was_painted = True
+            QTimer.singleShot(0, self.first_painted.emit)  # once the children are painted too
 
     def closeEvent(self, event: QCloseEvent) -> None:
         if self.may_close:

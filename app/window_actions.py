@@ -10,22 +10,25 @@ from PySide6.QtGui import QDesktopServices
 from PySide6.QtWidgets import QWidget
 
 from app.panels.command_palette import PaletteEntry
-from app.panels.dialogs import AboutDialog, ask_text
-from app.panels.settings import SettingsDialog
 from app.paths import log_folder
 from app.state.session import ChatSession
 from app.theme import DEFAULT_FONT_SIZE
 from app.version import version
+from engine.catalog import CatalogEntry
 
 if TYPE_CHECKING:
+    from app.panels.benchmark import BenchmarkDialog
+    from app.panels.load_dialog import LoadDialog
     from app.window import MainWindow
 
 
 class WindowActions:
-    """Acts on the parts of one window."""
+    """Acts on the parts of one window. Dialogs are imported when one is asked for, not before the window shows."""
 
     def __init__(self, window: MainWindow) -> None:
         self._window = window
+        self._load_dialog: LoadDialog | None = None
+        self._benchmark: BenchmarkDialog | None = None
 
     @property
     def _session(self) -> ChatSession | None:
@@ -56,6 +59,8 @@ class WindowActions:
 
     def rename(self, conversation_id: str) -> None:
         """Asks for another title of a chat."""
+        from app.panels.dialogs import ask_text
+
         title = ask_text(self._window, "Rename chat", "Title", self._window.workspace.title(conversation_id))
         if title:
             self._window.workspace.rename(conversation_id, title)
@@ -89,6 +94,41 @@ class WindowActions:
         self._window.services.library.refresh()
         self._window.header.model_button.showMenu()
 
+    def show_load_dialog(self, entry: CatalogEntry | None = None) -> None:
+        """Shows the load dialog, or gives the one that is open another model to show."""
+        dialog = self._load_dialog
+        if dialog is None:
+            from app.panels.load_dialog import LoadDialog
+
+            services = self._window.services
+            dialog = LoadDialog(
+                services.engine, services.library, services.themes, services.file.settings.load_options, self._window
+            )
+            dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
+            dialog.load_requested.connect(self._window.models.load)
+            dialog.cancel_requested.connect(self._window.models.unload)
+            dialog.open_file_requested.connect(self._window.models.open_file)
+            dialog.finished.connect(self._load_dialog_closed)
+            self._load_dialog = dialog
+            services.library.refresh()
+            dialog.open()
+        if entry is not None:
+            dialog.choose(entry)
+
+    def _load_dialog_closed(self) -> None:
+        self._load_dialog = None
+
+    def show_benchmark(self) -> None:
+        """Shows the benchmark's page, or brings it to the front; its last figures are still there."""
+        if self._benchmark is None:
+            from app.panels.benchmark import BenchmarkDialog
+
+            services = self._window.services
+            self._benchmark = BenchmarkDialog(services.benchmark, services.themes, self._window)
+        self._benchmark.show()
+        self._benchmark.raise_()
+        self._benchmark.activateWindow()
+
     def show_page(self, name: str) -> None:
         """Shows "sampling" or "model" in the right panel."""
         self._window.inspector.setVisible(True)
@@ -109,6 +149,8 @@ class WindowActions:
         self._window.setWindowState(self._window.windowState() ^ Qt.WindowState.WindowFullScreen)
 
     def show_settings(self) -> None:
+        from app.panels.settings import SettingsDialog
+
         dialog = SettingsDialog(self._window.file, self._window.workspace, self._window.themes, self._window)
         dialog.folders_changed.connect(self._window.services.library.refresh)
         dialog.engine_changed.connect(
@@ -118,6 +160,8 @@ class WindowActions:
         dialog.open()
 
     def show_about(self) -> None:
+        from app.panels.dialogs import AboutDialog
+
         worker = self._window.engine.worker
         facts = [("Version", version())]
         if worker is not None:

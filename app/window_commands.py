@@ -147,10 +147,12 @@ def _engine_commands(w: MainWindow, do: WindowActions) -> list[Command]:
         ),
         Command("engine.model", "Model settings", lambda: do.show_page("model"), ("Ctrl+Shift+M",), "Engine", 0),
         Command("engine.choose", "Choose a model", do.choose_model, ("Ctrl+M",), "Engine", 1),
+        Command("engine.load", "Load model…", do.show_load_dialog, ("Ctrl+Shift+O",), "Engine", 1),
         Command("engine.open", "Open a model file…", w.models.open_file, ("Ctrl+O",), "Engine", 1),
         Command("engine.unload", "Unload the model", w.models.unload, (), "Engine", 1, is_enabled=has_model),
-        Command("engine.defaults", "Use this chat's sampling for new chats", do.keep_defaults, (), "Engine", 2),
-        Command("engine.restart", "Restart the engine", w.engine.restart, ("Ctrl+Shift+R",), "Engine", 3),
+        Command("engine.benchmark", "Benchmark…", do.show_benchmark, ("Ctrl+Shift+K",), "Engine", 2),
+        Command("engine.defaults", "Use this chat's sampling for new chats", do.keep_defaults, (), "Engine", 3),
+        Command("engine.restart", "Restart the engine", w.engine.restart, ("Ctrl+Shift+R",), "Engine", 4),
     ]
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from PySide6.QtCore import QRect, Qt
 from PySide6.QtGui import QFontMetrics, QPainter
 
 SHRINK_AFTER_SECONDS = 4.0
-_NICE_STEPS = (1, 2, 4, 6, 8, 10)
+NICE_STEPS = (1.0, 2.0, 4.0, 6.0, 8.0, 10.0)
 
 
-def nice_ceiling(value: float) -> float:
-    """The smallest of 1, 2, 4, 6, 8 times a power of ten that is not below `value`."""
+def nice_ceiling(value: float, steps: Sequence[float] = NICE_STEPS) -> float:
+    """The smallest of the steps (from 1 to 10) times a power of ten that is not below `value`."""
     if not value > 0 or math.isinf(value):
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
-    return next(step * power for step in _NICE_STEPS if step * power >= value * (1 - 1e-9))
+    return next(step * power for step in steps if step * power >= value * (1 - 1e-9))
 
 
 class CalmRange:

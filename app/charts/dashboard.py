@@ -8,6 +8,7 @@ from PySide6.QtWidgets import QHBoxLayout, QSizePolicy, QStackedLayout, QWidget
 
 from app.charts.card_deck import CardDeck
 from app.charts.curve_pages import ThroughputPage, TPOTPage, TTFTPage
+from app.charts.draft_page import DraftPage
 from app.charts.figures import sized_font
 from app.charts.kv_block_map import KVPage
 from app.charts.memory_bar import MemoryPage
@@ -89,6 +90,8 @@ class DashboardPanel(QWidget):
         self.tpot = TPOTPage(state, self._theme)
         self.throughput = ThroughputPage(state, self._theme)
         self.steps = StepsPage(state, self._theme, session_titles)
+        self.drafts = DraftPage(state, self._theme, self)
+        self.drafts.hide()
         self.pages: tuple[ChartPage, ...] = (
             self.memory,
             self.kv,
@@ -96,6 +99,7 @@ class DashboardPanel(QWidget):
             self.tpot,
             self.throughput,
             self.steps,
+            self.drafts,
         )
         self._charts = QWidget(self)
         self._row = QHBoxLayout(self._charts)
@@ -194,6 +198,8 @@ class DashboardPanel(QWidget):
 
     def _show_status(self) -> None:
         state = self._state
+        if state.engine.is_ready and self._speculates != self._model_speculates():
+            self._arrange(self.num_columns)
         charts = state.engine.is_ready and state.latest is not None
         if charts == (self._stack.currentWidget() is self._charts) and charts:
             return
@@ -223,6 +229,10 @@ class DashboardPanel(QWidget):
             case "no_model":
                 return "No model loaded", "Load one to see where its memory goes and how fast it answers."
 
+    def _model_speculates(self) -> bool:
+        model = self._state.engine.model
+        return model is not None and model.speculation is not None
+
     def _fit_columns(self) -> None:
         width = self.width() * DEFAULT_FONT_SIZE / self._theme.font_size
         wanted = next(columns for smallest, columns in COLUMNS_FROM_WIDTH.items() if width >= smallest)
@@ -232,12 +242,15 @@ class DashboardPanel(QWidget):
 
     def _arrange(self, num_columns: int) -> None:
         latency, rates = [self.ttft, self.tpot], [self.throughput, self.steps]
+        self._speculates = self._model_speculates()
+        if self._speculates:
+            rates.append(self.drafts)
         groups: dict[int, list[list[ChartPage]]] = {
             5: [[self.memory], [self.kv], [self.ttft], [self.tpot], [*rates]],
             4: [[self.memory], [self.kv], [*latency], [*rates]],
             3: [[self.memory, self.kv], [*latency], [*rates]],
             2: [[self.memory, self.kv], [*latency, *rates]],
-            1: [[*self.pages]],
+            1: [[self.memory, self.kv, *latency, *rates]],
         }
         stretches = {5: (20, 28, 22, 22, 27), 4: (20, 25, 23, 25), 3: (1, 1, 1), 2: (1, 1), 1: (1,)}
         shown = [deck.current for deck in self.decks]
@@ -250,6 +263,9 @@ class DashboardPanel(QWidget):
             self._row.addWidget(deck, stretch)
             deck.show()
             self.decks.append(deck)
+        if not self._speculates:
+            self.drafts.setParent(self)  # not to go with the deck it was in
+            self.drafts.hide()
         for deck in old:
             deck.set_pages([])
             self._row.removeWidget(deck)

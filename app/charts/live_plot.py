@@ -49,7 +49,7 @@ class _Curve(pg.PlotCurveItem):
         return self.bounds
 
 
-class _CurveView(pg.GraphicsView):
+class CurveView(pg.GraphicsView):
     """Holds the curves and paints the grid lines behind them."""
 
     def __init__(self, parent: QWidget) -> None:
@@ -101,7 +101,7 @@ class LivePlot(QWidget):
         self._empty_text = ""
         self._data: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros(0), np.zeros(0))] * len(self._series)
         self.range = CalmRange(smallest_top)
-        self._view = _CurveView(self)
+        self._view = CurveView(self)
         # A fill is an item of its own: pyqtgraph fills in pieces, and antialiased pieces show their seams.
         self._fills = {i: self._make_fill() for i, item in enumerate(self._series) if item.filled}
         self._curves = [self._make_curve(item) for item in self._series]

@@ -39,7 +39,7 @@ def stop_words(run: RunRecord) -> str:
 
 
 def figures(run: RunRecord) -> list[str]:
-    """The line under an answer, most telling figure first; only its length so far while it runs."""
+    """The line under an answer, most telling figure first; only its pace and length so far while it runs."""
     parts = []
     if run.tokens_per_second is not None:
         parts.append(format_rate(run.tokens_per_second))
@@ -49,6 +49,8 @@ def figures(run: RunRecord) -> list[str]:
         parts.append(f"{run.output_tokens:,} token{'' if run.output_tokens == 1 else 's'}")
     if run.cached_tokens and not run.is_open:
         parts.append(f"{run.cached_tokens:,} cached")
+    if run.drafted_tokens and not run.is_open:
+        parts.append(f"draft {100 * run.accepted_tokens / run.drafted_tokens:.0f} % accepted")
     if words := stop_words(run):
         parts.append(words)
     return parts

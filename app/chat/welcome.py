@@ -15,6 +15,7 @@ EXAMPLES = (
     ("Plan something", "Make a checklist for a weekend hike with a tent."),
 )
 MAX_WIDTH = 640
+_MARGIN, _BELOW_TITLE, _ABOVE_EXAMPLES = 24, 8, 32
 _TWO_COLUMNS_FROM = 520
 _CARD_PADDING = 14
 
@@ -40,12 +41,12 @@ class Welcome(QWidget):
         self._grid.setSpacing(12)
         self._columns = 0
         layout = QVBoxLayout(self)
-        layout.setContentsMargins(24, 24, 24, 24)
+        layout.setContentsMargins(_MARGIN, _MARGIN, _MARGIN, _MARGIN)
         layout.addStretch(2)
         layout.addWidget(self.title)
-        layout.addSpacing(8)
+        layout.addSpacing(_BELOW_TITLE)
         layout.addWidget(self.text)
-        layout.addSpacing(32)
+        layout.addSpacing(_ABOVE_EXAMPLES)
         layout.addLayout(self._grid)
         layout.addStretch(3)
         self.set_model_name("")
@@ -65,15 +66,26 @@ class Welcome(QWidget):
         return button
 
     def resizeEvent(self, event: object) -> None:
-        side = max(24, (self.width() - MAX_WIDTH) // 2)
+        side = max(_MARGIN, (self.width() - MAX_WIDTH) // 2)
         layout = self.layout()
         assert layout is not None
-        layout.setContentsMargins(side, 24, side, 24)
+        layout.setContentsMargins(side, _MARGIN, side, _MARGIN)
         columns = 2 if self.width() - 2 * side >= _TWO_COLUMNS_FROM else 1
         if columns != self._columns:
             self._columns = columns
             for number, button in enumerate(self.buttons):
                 self._grid.addWidget(button, number // columns, number % columns)
+        self._show_rows_that_fit(self.width() - 2 * side)
+
+    def _show_rows_that_fit(self, width: int) -> None:
+        """Leaves out examples, whole rows of them, rather than squeezing them."""
+        spacing = self._grid.spacing()
+        above = self.title.sizeHint().height() + self.text.heightForWidth(width) + _BELOW_TITLE + _ABOVE_EXAMPLES
+        room = self.height() - 2 * _MARGIN - above + spacing
+        card_width = (width - spacing * (self._columns - 1)) // self._columns
+        row_height = max(button.heightForWidth(card_width) for button in self.buttons) + spacing
+        for number, button in enumerate(self.buttons):
+            button.setVisible((number // self._columns + 1) * row_height <= room)
 
 
 class ExampleButton(QAbstractButton):

@@ -6,11 +6,12 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
-from engine.protocol import PARAMETER_RANGES, ParameterRange, SamplingParams
+from engine.protocol import PARAMETER_RANGES, EngineConfig, ParameterRange, SamplingParams
 
-EXAMPLE_QUESTION = "What is the capital of France?"
+EXAMPLE_QUESTION = "What is the capital of Japan?"
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,8 +57,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sampling_arguments(chat)
     chat.set_defaults(run=_command("app.cli.chat"))
 
+    _add_bench(commands.add_parser("bench", help="how fast a model serves one and several chats here"))
+
     models = commands.add_parser("models", help="the models found on this machine, and whether they fit")
     models.add_argument("--json", action="store_true", help="print them as JSON")
+    _add_precision_arguments(models.add_argument_group("to be loaded with"))
     models.set_defaults(run=_command("app.cli.models"))
 
     doctor = commands.add_parser("doctor", help="what works on this machine, and what to do about the rest")
@@ -66,16 +70,69 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    group = bench.add_argument_group("load")
+    group.add_argument(
+        "--concurrency",
+        type=_whole_numbers,
+        default=(1, 4, 8),
+        metavar="N,N",
+        help="chats at a time, one line of the table each [default 1,4,8]",
+    )
+    group.add_argument("--input-tokens", type=_whole_number(1), default=512, metavar="N", help="[default 512]")
+    group.add_argument("--output-tokens", type=_whole_number(1), default=64, metavar="N", help="[default 64]")
+    group.add_argument(
+        "--requests-per-stream", type=_whole_number(1), default=2, metavar="N", help="of each chat [default 2]"
+    )
+    group.add_argument("--price-per-hour", type=_price, metavar="X", help="of this machine: adds the cost of tokens")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write machine, settings and figures to a file")
+    group.add_argument("--chart", type=Path, metavar="FILE", help="draw the figures into a PNG file")
+    group.add_argument("--profile", action="store_true", help="show instead where the time of a step goes")
+    _add_model_arguments(bench)
+    bench.set_defaults(run=_command("app.cli.bench"))
+
+
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
+    defaults = EngineConfig(model="")
     group.add_argument("--model", metavar="MODEL", help="a name from `kvasir models`, a .gguf file or a folder")
     group.add_argument("--system", metavar="TEXT", help="the system prompt")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--dtype", default="auto", choices=("auto", "fp32", "fp16", "bf16"), help="of activations")
-    group.add_argument("--kv-dtype", default="auto", choices=("auto", "fp32", "fp16", "bf16", "int8"))
-    group.add_argument("--quantization", choices=("int8", "int4"), help="quantise the weights at load")
-    group.add_argument("--max-context", type=_whole_number(1), metavar="TOKENS")
+    group.add_argument(
+        "--backend", default="auto", choices=("auto", "native", "transformers"), help="whose decoder computes"
+    )
+    _add_precision_arguments(group)
+    group.add_argument(
+        "--speculation", choices=("ngram", "draft"), help="guess tokens ahead, from the chat itself or by a draft model"
+    )
+    group.add_argument("--draft-model", metavar="MODEL", help="a smaller model with the same tokens; implies draft")
+    group.add_argument(
+        "--num-draft-tokens",
+        type=_whole_number(1),
+        default=defaults.num_draft_tokens,
+        metavar="N",
+        help="tokens guessed ahead at most",
+    )
     group.add_argument("--log", metavar="FILE", help="append the engine's own messages to this file")
+
+
+def _add_precision_arguments(group: argparse._ArgumentGroup) -> None:
+    """What decides how much memory a model takes."""
+    group.add_argument("--quantization", choices=("int8", "int4"), help="quantise the weights at load")
+    group.add_argument(
+        "--group-size",
+        type=int,
+        default=EngineConfig(model="").quantization_group_size,
+        choices=(32, 64, 128),
+        help="weights that share a scale in int4",
+    )
+    group.add_argument(
+        "--kv-dtype", default="auto", choices=("auto", "fp32", "fp16", "bf16", "int8"), help="of keys and values"
+    )
+    group.add_argument(
+        "--context", "--max-context", dest="max_context", type=_whole_number(1), metavar="TOKENS", help="of one chat"
+    )
 
 
 def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,6 +195,20 @@ def _whole_number(low: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    return tuple(_whole_number(1)(part) for part in text.split(","))
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    if not 0 <= price < float("inf"):
+        raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
+    return price
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 
 from app.cli.arguments import EXAMPLE_QUESTION
-from app.cli.chosen_model import choose_model
+from app.cli.chosen_model import choose_draft_model, choose_model
 from app.cli.engine_session import EngineSession, open_session
 from app.cli.failure import CommandError, reports_failures
 from app.cli.options import check_text, engine_config, sampling_params
@@ -27,7 +27,7 @@ _HELP = "Ctrl+C stops an answer. /reset starts anew, /quit or Ctrl+D leaves."
 def run(arguments: argparse.Namespace) -> int:
     params = sampling_params(arguments)
     system = check_text(arguments.system, "the system prompt") if arguments.system is not None else None
-    config = engine_config(arguments, choose_model(arguments.model))
+    config = engine_config(arguments, choose_model(arguments.model), choose_draft_model(arguments.draft_model))
     interactive = sys.stdin is not None and sys.stdin.isatty()
     piped = None if interactive else _PipedLines()
     with open_session(config, arguments.log) as session:

@@ -39,6 +39,11 @@ def choose_model(name_or_path: str | None) -> str:
     return str(usable[0].path)
 
 
+def choose_draft_model(name_or_path: str | None) -> str | None:
+    """The path of the draft model that was named; None where none was. Raises `CommandError`."""
+    return None if name_or_path is None else str(_named_model(check_text(name_or_path, "--draft-model")))
+
+
 def _named_model(name_or_path: str) -> Path:
     try:
         path = catalog.resolve(name_or_path, _settings_folders()).absolute()

@@ -16,6 +16,7 @@ from app.cli.failure import CommandError, Interrupted
 from engine.client import EngineClient, LocalEngineClient
 from engine.protocol import (
     Accepted,
+    AnyCommand,
     AnyEvent,
     Cancel,
     ChatMessage,
@@ -63,6 +64,16 @@ class EngineSession:
     @property
     def is_alive(self) -> bool:
         return self._client.is_alive
+
+    def send(self, command: AnyCommand) -> None:
+        self._client.send(command)
+
+    def wait_events(self, timeout: float) -> list[AnyEvent]:
+        """What arrives within `timeout` seconds. Raises `CommandError` if the engine dies."""
+        events = self._client.wait_events(timeout)
+        for event in events:
+            _raise_failure(event, show=False)
+        return events
 
     def ask(
         self,
@@ -146,7 +157,7 @@ def _wait_for_model(
     show = not quiet and sys.stderr.isatty()
     worker: WorkerStarted | None = None
     if show:
-        _status("Starting the engine ...")
+        show_status("Starting the engine ...")
     while True:
         for event in client.wait_events(_POLL_SECONDS):
             _raise_failure(event, show)
@@ -154,15 +165,15 @@ def _wait_for_model(
                 worker = event
             elif isinstance(event, LoadProgress) and show:
                 percent = f" {100 * event.done_bytes // event.total_bytes} %" if event.total_bytes else ""
-                _status(f"Loading {name}: {event.stage}{percent}")
+                show_status(f"Loading {name}: {event.stage}{percent}")
             elif isinstance(event, ModelLoaded):
                 if show:
-                    _status("")
+                    show_status("")
                 assert worker is not None, "a worker speaks of its model before of itself"
                 return worker, event.info
         if interrupted.is_set():
             if show:
-                _status("")
+                show_status("")
             raise Interrupted("interrupted while loading the model")
 
 
@@ -174,10 +185,11 @@ def _raise_failure(event: AnyEvent, show: bool) -> None:
         message = event.message
     if message is not None:
         if show:
-            _status("")
+            show_status("")
         raise CommandError(message)
 
 
-def _status(text: str) -> None:
+def show_status(text: str) -> None:
+    """Replaces the line of standard error that says what is going on."""
     sys.stderr.write(f"\r\x1b[K{text}")
     sys.stderr.flush()

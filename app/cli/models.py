@@ -8,10 +8,12 @@ import sys
 
 from app.cli.chosen_model import find_models
 from app.cli.failure import reports_failures
+from app.cli.options import memory_options
 from app.units import short_count
 from engine import catalog, memory
+from engine.protocol import EngineConfig
 
-# What a first chat needs; longer contexts take more and are weighed when the model is loaded.
+# What a first chat needs, where no other context was asked for.
 _CONTEXT = 4096
 
 
@@ -19,7 +21,7 @@ _CONTEXT = 4096
 def run(arguments: argparse.Namespace) -> int:
     entries = find_models()
     device = _device()
-    fits = [_fit(entry, device) for entry in entries]
+    fits = [_fit(entry, device, arguments) for entry in entries]
     if arguments.json:
         records = [_record(entry, fit) for entry, fit in zip(entries, fits, strict=True)]
         print(json.dumps(records, indent=2))
@@ -56,10 +58,12 @@ def _device() -> memory.DeviceMemory:
     return memory.ram() if isinstance(gpu, memory.NoGPU) else gpu
 
 
-def _fit(entry: catalog.CatalogEntry, device: memory.DeviceMemory) -> memory.Fit | None:
+def _fit(entry: catalog.CatalogEntry, device: memory.DeviceMemory, arguments: argparse.Namespace) -> memory.Fit | None:
     if entry.shape is None:
         return None
-    return memory.fit_model(entry.shape, device, max_context=min(_CONTEXT, entry.max_context), max_num_seqs=1)
+    options = memory_options(arguments)
+    options["max_context"] = min(options["max_context"] or _CONTEXT, entry.max_context)
+    return memory.fit_model(entry.shape, device, EngineConfig(model=str(entry.path), **options))
 
 
 def _record(entry: catalog.CatalogEntry, fit: memory.Fit | None) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from app.cli.failure import UsageError
 from engine.protocol import PARAMETER_RANGES, EngineConfig, SamplingParams
@@ -23,17 +24,34 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
         raise UsageError(str(error)) from error
 
 
-def engine_config(arguments: argparse.Namespace, model: str) -> EngineConfig:
+def engine_config(arguments: argparse.Namespace, model: str, draft_model: str | None = None) -> EngineConfig:
     """For one request at a time: the KV cache is as large as one context needs. Raises `UsageError`."""
+    speculation = arguments.speculation or ("draft" if draft_model is not None else None)
+    if speculation == "draft" and draft_model is None:
+        raise UsageError("--speculation draft needs --draft-model")
+    if speculation == "ngram" and draft_model is not None:
+        raise UsageError("--speculation ngram and --draft-model exclude each other")
     return EngineConfig(
         model=check_text(model, "the model's path"),
         device=check_text(arguments.device, "--device"),
         dtype=arguments.dtype,
-        kv_dtype=arguments.kv_dtype,
-        quantization=arguments.quantization,
-        max_context=arguments.max_context,
-        max_num_seqs=1,
+        backend=arguments.backend,
+        speculation=speculation,
+        draft_model=draft_model,
+        num_draft_tokens=arguments.num_draft_tokens,
+        **memory_options(arguments),
     )
+
+
+def memory_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What decides how much memory a model takes for one request at a time, as `EngineConfig` names it."""
+    return {
+        "kv_dtype": arguments.kv_dtype,
+        "quantization": arguments.quantization,
+        "quantization_group_size": arguments.group_size,
+        "max_context": arguments.max_context,
+        "max_num_seqs": 1,
+    }
 
 
 def check_text(text: str, what: str) -> str:

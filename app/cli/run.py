@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from app.cli.chosen_model import choose_model
+from app.cli.chosen_model import choose_draft_model, choose_model
 from app.cli.engine_session import Answer, EngineSession, open_session
 from app.cli.failure import CommandError, Interrupted, UsageError, reports_failures
 from app.cli.options import check_text, engine_config, sampling_params
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     messages = None if arguments.raw else [ChatMessage(role="user", content=prompt)]
     if messages is not None and arguments.system is not None:
         messages.insert(0, ChatMessage(role="system", content=check_text(arguments.system, "the system prompt")))
-    config = engine_config(arguments, choose_model(arguments.model))
+    config = engine_config(arguments, choose_model(arguments.model), choose_draft_model(arguments.draft_model))
     with open_session(config, arguments.log) as session:
         if arguments.json:
             answer = session.ask(params, messages=messages, prompt=prompt if arguments.raw else None)

@@ -27,6 +27,26 @@ def with_suffix(path: Path, suffix: str) -> Path:
     return path if re.fullmatch(r"\.[A-Za-z][A-Za-z0-9]{0,8}", path.suffix) else path.with_name(f"{path.name}.{suffix}")
 
 
+def ask_where(parent: QWidget, suggested: Path, pattern: str) -> Path | None:
+    """Where to write a file of the suggested one's kind; None if the person changed their mind."""
+    suffix = suggested.suffix.removeprefix(".")
+    dialog = QFileDialog(parent, "Export", str(suggested.parent), pattern)
+    dialog.setAcceptMode(QFileDialog.AcceptMode.AcceptSave)
+    dialog.setDefaultSuffix(suffix)  # so that the dialog's own question about overwriting is of the whole name
+    dialog.selectFile(suggested.name)
+    chosen = dialog.selectedFiles() if dialog.exec() else []
+    dialog.deleteLater()
+    if not chosen:
+        return None
+    typed = Path(chosen[0])
+    path = with_suffix(typed, suffix)
+    if path != typed and path.exists():
+        question = f"{path.name} already exists. Do you want to replace it?"
+        if QMessageBox.question(parent, "Export", question) != QMessageBox.StandardButton.Yes:
+            return None
+    return path
+
+
 class ChatFiles(QObject):
     """Asks for file names and tells in a toast how it went."""
 
@@ -59,24 +79,10 @@ class ChatFiles(QObject):
 
     def _ask_where(self, title: str, kind: str) -> Path | None:
         suffix, pattern = _KINDS[kind]
-        dialog = QFileDialog(self._window, "Export", str(self._folder), pattern)
-        dialog.setAcceptMode(QFileDialog.AcceptMode.AcceptSave)
-        dialog.setDefaultSuffix(suffix)  # so that the dialog's own question about overwriting is of the whole name
-        dialog.selectFile(file_name(title, suffix))
-        chosen = dialog.selectedFiles() if dialog.exec() else []
-        dialog.deleteLater()
-        if not chosen:
-            return None
-        typed = Path(chosen[0])
-        path = with_suffix(typed, suffix)
-        if path != typed and path.exists() and not self._may_replace(path):
-            return None
-        self._folder = path.parent
+        path = ask_where(self._window, self._folder / file_name(title, suffix), pattern)
+        if path is not None:
+            self._folder = path.parent
         return path
-
-    def _may_replace(self, path: Path) -> bool:
-        question = f"{path.name} already exists. Do you want to replace it?"
-        return QMessageBox.question(self._window, "Export", question) == QMessageBox.StandardButton.Yes
 
     def _exported(self, path: str) -> None:
         folder = QUrl.fromLocalFile(str(Path(path).parent))

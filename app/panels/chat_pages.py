@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QFrame, QStackedWidget, QVBoxLayout
 
-from app.chat.chat_page import ChatPage
 from app.panels.banner import EngineBanner
 from app.panels.tabs import TabStrip
 from app.state.context_usage import ContextUsage
@@ -15,6 +15,9 @@ from app.state.engine_state import EngineState
 from app.state.session import ChatSession
 from app.state.workspace import Workspace
 from app.theme import ThemeManager
+
+if TYPE_CHECKING:
+    from app.chat.chat_page import ChatPage
 
 
 class ChatPages(QFrame):
@@ -62,8 +65,8 @@ class ChatPages(QFrame):
 
     @property
     def current_page(self) -> ChatPage | None:
-        page = self._stack.currentWidget()
-        return page if isinstance(page, ChatPage) else None
+        current = self._stack.currentWidget()
+        return next((page for page in self._pages.values() if page is current), None)
 
     def page(self, conversation_id: str) -> ChatPage | None:
         """The page of an open chat, None if its tab was not in front yet."""
@@ -124,6 +127,9 @@ class ChatPages(QFrame):
         id_ = session.conversation_id
         page = self._pages.get(id_)
         if page is None:
+            # Not before the window is on screen, which needs none of it.
+            from app.chat.chat_page import ChatPage
+
             page = ChatPage(session, self._themes, self._engine, self._usage)
             self._pages[id_] = page
             self._stack.addWidget(page)

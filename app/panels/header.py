@@ -9,6 +9,8 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QMenu, QProgressBar, 
 from app.panels.widgets import ElidedLabel, IconButton, label
 from app.state.engine_state import EngineState
 from app.theme import SPACE_M, SPACE_S, ThemeManager, pixmap
+from engine.memory import format_bytes
+from engine.protocol import LoadProgress
 
 STATUS_WORDS = {
     "starting": "starting",
@@ -30,6 +32,13 @@ def model_title(name_or_path: str) -> str:
     """A model's name as people know it: the last part of a path, without the file's extension."""
     name = name_or_path.replace("\\", "/").rstrip("/").rpartition("/")[2]
     return name.removesuffix(".gguf")
+
+
+def progress_words(progress: LoadProgress) -> str:
+    """What loading does now and how far it is: "Loading weights · 41.0 MiB of 93.8 MiB"."""
+    if not progress.total_bytes:
+        return progress.stage
+    return f"{progress.stage} · {format_bytes(progress.done_bytes)} of {format_bytes(progress.total_bytes)}"
 
 
 class StatusDot(QFrame):

@@ -10,8 +10,6 @@ from PySide6.QtCore import QObject, Signal
 
 from app.state.delivery import Delivery
 from engine.catalog import CatalogEntry, find_models
-from engine.memory import DeviceMemory, Fit, NoGPU, fit_model, ram, vram
-from engine.protocol import WorkerStarted
 
 _log = logging.getLogger(__name__)
 
@@ -54,17 +52,3 @@ class ModelLibrary(QObject):
             self.failure = ""
             self.entries = sorted(entries, key=lambda entry: (entry.error is not None, entry.name.casefold()))
         self.changed.emit()
-
-
-def fit_on(entry: CatalogEntry, worker: WorkerStarted | None, max_context: int, max_num_seqs: int) -> Fit | None:
-    """Whether a model, loaded with these settings, fits what is free on the worker's device.
-
-    None when the entry cannot be used or the device's memory cannot be read.
-    """
-    if entry.shape is None:
-        return None
-    kind, _, index = worker.device.partition(":") if worker is not None else ("cpu", "", "")
-    device: DeviceMemory | NoGPU = ram() if kind == "cpu" else vram(int(index or 0))
-    if isinstance(device, NoGPU):
-        return None
-    return fit_model(entry.shape, device, max_context=max_context, max_num_seqs=max_num_seqs)

@@ -1,23 +1,22 @@
-"""The model page of the right panel: what is loaded, what it takes, and how to load another."""
+"""The model page of the right panel: what is loaded and what it takes, and the models there are to load."""
 
 from __future__ import annotations
 
-from PySide6.QtCore import QSignalBlocker, Qt, Signal
-from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QFrame, QGridLayout, QHBoxLayout, QProgressBar, QScrollArea, QVBoxLayout, QWidget
-
-from app.panels.header import STATUS_COLOURS, STATUS_WORDS, StatusDot, model_title
-from app.panels.library import ModelLibrary, fit_on
-from app.panels.widgets import (
-    ElidedLabel,
-    ErrorBox,
-    IconButton,
-    NumberBox,
-    Select,
-    button,
-    label,
-    separator,
+from PySide6.QtCore import QSize, Qt, Signal
+from PySide6.QtWidgets import (
+    QFrame,
+    QGridLayout,
+    QHBoxLayout,
+    QProgressBar,
+    QPushButton,
+    QScrollArea,
+    QVBoxLayout,
+    QWidget,
 )
+
+from app.panels.header import STATUS_COLOURS, STATUS_WORDS, StatusDot, model_title, progress_words
+from app.panels.library import ModelLibrary
+from app.panels.widgets import ElidedLabel, ErrorBox, IconButton, button, label, separator
 from app.state.engine_state import EngineState
 from app.theme import SPACE_M, SPACE_S, SPACE_XS, ThemeManager
 from app.units import short_count
@@ -25,22 +24,51 @@ from engine.catalog import CatalogEntry
 from engine.memory import format_bytes
 from engine.protocol import EngineConfig, ModelInfo
 
-MIN_CONTEXT = 256
-DEFAULT_CONTEXT_LIMIT = 8192
-MAX_TABS = 64
+BACKEND_TITLES = {"native": "Kvasir's decoder", "transformers": "transformers"}
+MAX_ROWS = 50
+
+
+class ModelRow(QPushButton):
+    """One model of this machine: its name over its facts, or over why it cannot be used."""
+
+    def __init__(self, entry: CatalogEntry) -> None:
+        super().__init__()
+        self.entry = entry
+        self.setObjectName("modelRow")
+        self.setProperty("variant", "flat")
+        self.setCursor(Qt.CursorShape.PointingHandCursor)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(SPACE_S, SPACE_XS + 2, SPACE_S, SPACE_XS + 2)
+        column.setSpacing(1)
+        name = ElidedLabel(entry.name, "strong", Qt.TextElideMode.ElideMiddle)
+        facts = ElidedLabel(model_facts(entry), "small")
+        for part in (name, facts):
+            part.setAttribute(Qt.WidgetAttribute.WA_TransparentForMouseEvents)
+            column.addWidget(part)
+        self.setEnabled(entry.error is None)
+        self.setToolTip(entry.error or str(entry.path))
+        self.setAccessibleName(f"Load {entry.name}, {model_facts(entry)}")
+        self._column = column
+
+    def sizeHint(self) -> QSize:
+        return self._column.sizeHint()
+
+    def minimumSizeHint(self) -> QSize:
+        return self._column.minimumSize()
 
 
 class ModelPanel(QScrollArea):
-    """Shows the loaded model and loads others. The requests go to the window, which knows where models come from."""
+    """Shows the loaded model and lists those of this machine. What is asked for goes to the window."""
 
-    load_requested = Signal(object)
+    dialog_requested = Signal(object)
+    """Carries the `CatalogEntry` that was chosen, or None for whichever."""
     open_file_requested = Signal()
     unload_requested = Signal()
 
     def __init__(self, engine: EngineState, library: ModelLibrary, themes: ThemeManager) -> None:
         super().__init__()
         self._engine, self._library, self._themes = engine, library, themes
-        self._was_loaded: str | None = None
+        self._shown: ModelInfo | None = None
         self.setWidgetResizable(True)
         self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
         self.setFrameShape(QFrame.Shape.NoFrame)
@@ -51,12 +79,12 @@ class ModelPanel(QScrollArea):
         self._column.setSpacing(SPACE_M)
         self._build_loaded()
         self._column.addWidget(separator())
-        self._build_loader()
+        self._build_library()
         self._column.addStretch(1)
         self.setWidget(content)
         engine.changed.connect(self.refresh)
-        library.changed.connect(self._fill_models)
-        self._fill_models()
+        library.changed.connect(self._fill_rows)
+        self._fill_rows()
         self.refresh()
 
     # ------------------------------------------------------------ building
@@ -78,14 +106,17 @@ class ModelPanel(QScrollArea):
         top.addWidget(self._unload)
         self._name = label(role="strong", wrap=True)
         self._facts = QGridLayout()
-        self._facts.setHorizontalSpacing(SPACE_M)
+        self._facts.setHorizontalSpacing(SPACE_S + 4)
         self._facts.setVerticalSpacing(SPACE_XS)
         self._facts.setColumnStretch(1, 1)
         self._progress = QProgressBar()
         self._progress.setTextVisible(False)
+        self._progress.setRange(0, 1000)
         self._progress.setAccessibleName("Loading the model")
         self._stage = label(role="small", wrap=True)
         self._error = ErrorBox()
+        self.load_button = button("Load a model…", "primary")
+        self.load_button.clicked.connect(lambda: self.dialog_requested.emit(None))
         inside.addLayout(top)
         inside.addWidget(self._name)
         inside.addLayout(self._facts)
@@ -93,52 +124,27 @@ class ModelPanel(QScrollArea):
         inside.addWidget(self._stage)
         self._column.addWidget(card)
         self._column.addWidget(self._error)
+        self._column.addWidget(self.load_button)
 
-    def _build_loader(self) -> None:
+    def _build_library(self) -> None:
         head = QHBoxLayout()
-        head.addWidget(label("LOAD A MODEL", "section"), 1)
+        head.addWidget(label("ON THIS MACHINE", "section"), 1)
         again = IconButton("refresh", "Look for models again", self._themes, size=26)
         again.clicked.connect(self._library.refresh)
         head.addWidget(again)
-        self._column.addLayout(head)
-        self.models = Select(self._themes, "Model to load")
-        self.models.currentIndexChanged.connect(self._model_chosen)
-        self._about = label(role="small", wrap=True)
-        part = QVBoxLayout()
-        part.setSpacing(SPACE_XS)
-        part.addWidget(self.models)
-        part.addWidget(self._about)
-        self._column.addLayout(part)
-        self.context = NumberBox("Context length in tokens", MIN_CONTEXT, DEFAULT_CONTEXT_LIMIT, 0, 1024)
-        self.tabs = NumberBox("Chats answered at once", 1, MAX_TABS, 0, 1)
-        self.tabs.setValue(8)
-        for box, title, help_text in (
-            (self.context, "Context length", "Tokens one chat can hold; memory is taken at load, for several chats."),
-            (self.tabs, "Chats at once", "How many answers are written in one batch; others wait."),
-        ):
-            box.setFixedWidth(84)
-            box.valueChanged.connect(self._show_estimate)
-            row = QHBoxLayout()
-            title_label = label(title, "strong")
-            title_label.setBuddy(box)
-            row.addWidget(title_label, 1)
-            row.addWidget(box)
-            part = QVBoxLayout()
-            part.setSpacing(SPACE_XS)
-            part.addLayout(row)
-            part.addWidget(label(help_text, "faint", wrap=True))
-            self._column.addLayout(part)
-        self._estimate = label(role="small", wrap=True)
-        self._column.addWidget(self._estimate)
-        self.load_button = button("Load", "primary")
-        self.load_button.clicked.connect(self._load)
+        self._nothing = label(role="small", wrap=True)
+        self._list = QVBoxLayout()
+        self._list.setSpacing(2)
+        self.rows: list[ModelRow] = []
         self.open_button = button("Open a model file…")
         self.open_button.clicked.connect(self.open_file_requested)
-        buttons = QHBoxLayout()
-        buttons.setSpacing(SPACE_S)
-        buttons.addWidget(self.load_button, 1)
-        buttons.addWidget(self.open_button, 1)
-        self._column.addLayout(buttons)
+        part = QVBoxLayout()
+        part.setSpacing(SPACE_XS)
+        part.addLayout(head)
+        part.addWidget(self._nothing)
+        part.addLayout(self._list)
+        self._column.addLayout(part)
+        self._column.addWidget(self.open_button)
 
     # ------------------------------------------------------------ showing
 
@@ -160,105 +166,84 @@ class ModelPanel(QScrollArea):
         self._progress.setVisible(loading)
         progress = engine.progress
         self._stage.setVisible(loading and progress is not None)
-        if loading and progress is not None:
-            self._progress.setRange(0, 1000)
+        if progress is not None:
             self._progress.setValue(round(1000 * progress.done_bytes / max(1, progress.total_bytes)))
-            size = f" · {format_bytes(progress.total_bytes)}" if progress.total_bytes else ""
-            self._stage.setText(f"{progress.stage}{size}")
-        elif loading:
-            self._progress.setRange(0, 1000)
+            self._stage.setText(progress_words(progress))
+        else:
             self._progress.setValue(0)
         self._error.say(engine.failure if engine.status in ("no_model", "dead") else "")
-        self.load_button.setEnabled(self._may_load())
-        self._show_estimate()
 
     def _show_facts(self, model: ModelInfo | None) -> None:
-        path = model.path if model is not None else None
-        if path == self._was_loaded and path is not None:
+        if model is self._shown:
             return
-        self._was_loaded = path
+        self._shown = model
         while (item := self._facts.takeAt(0)) is not None:
             if (old := item.widget()) is not None:
                 old.hide()
                 old.deleteLater()
         if model is None:
             return
-        cache = model.num_kv_blocks * model.block_size * model.kv_bytes_per_token
-        facts = (
-            ("Parameters", f"{short_count(model.num_parameters)} · {model.num_layers} layers"),
-            ("Kind", f"{model.architecture} · {model.format}"),
-            ("Computes in", f"{model.dtype} on {model.device}"),
-            ("Weights", format_bytes(model.weight_bytes)),
-            ("KV cache", format_bytes(cache)),
-            ("KV blocks", f"{model.num_kv_blocks:,} of {model.block_size} tokens"),
-            ("Per token", f"{format_bytes(model.kv_bytes_per_token)} · {model.kv_dtype}"),
-            ("Context", f"{model.max_context:,} tokens"),
-            ("Chats at once", f"{model.max_num_seqs}"),
-            ("Loaded in", f"{model.load_seconds:.1f} s"),
-        )
-        for row, (name, value) in enumerate(facts):
+        for row, (name, value) in enumerate(loaded_facts(model, self._engine.config)):
             self._facts.addWidget(label(name, "small"), row, 0)
             self._facts.addWidget(ElidedLabel(value, "figure"), row, 1)
 
-    def _fill_models(self) -> None:
-        chosen = self.models.currentData()
-        with QSignalBlocker(self.models):
-            self.models.clear()
-            for entry in self._library.entries:
-                self.models.addItem(entry.name, str(entry.path))
-                self.models.setItemData(
-                    self.models.count() - 1, entry.error or str(entry.path), Qt.ItemDataRole.ToolTipRole
-                )
-            index = self.models.findData(chosen) if chosen else -1
-            self.models.setCurrentIndex(max(0, index) if self.models.count() else -1)
-            self.models.setEnabled(self.models.count() > 0)
-        self._model_chosen()
-
-    def _entry(self) -> CatalogEntry | None:
-        return self._library.entry(self.models.currentData() or "")
-
-    def _may_load(self) -> bool:
-        entry = self._entry()
-        return self._engine.status in ("no_model", "ready", "dead") and entry is not None and entry.error is None
-
-    def _model_chosen(self, *_: object) -> None:
-        entry = self._entry()
-        if entry is None:
-            self._about.setText(
-                self._library.failure or "No models found. Add a folder in the settings, or open a file."
-            )
-        elif entry.error is not None:
-            self._about.setText(f"Cannot be used: {entry.error}")
+    def _fill_rows(self) -> None:
+        for row in self.rows:
+            self._list.removeWidget(row)
+            row.hide()
+            row.deleteLater()
+        self.rows = [ModelRow(entry) for entry in self._library.entries[:MAX_ROWS]]
+        for row in self.rows:
+            row.clicked.connect(lambda _=False, entry=row.entry: self.dialog_requested.emit(entry))
+            self._list.addWidget(row)
+        if self._library.entries:
+            words = ""
+        elif self._library.is_searching:
+            words = "Looking for models…"
         else:
-            facts = (entry.quantisation, short_count(entry.num_parameters), format_bytes(entry.size_bytes))
-            self._about.setText(" · ".join((*facts, f"context up to {entry.max_context:,}")))
-        if entry is not None and entry.error is None:
-            self.context.setRange(min(MIN_CONTEXT, entry.max_context), entry.max_context)
-            self.context.setValue(min(entry.max_context, DEFAULT_CONTEXT_LIMIT))
-        self.load_button.setEnabled(self._may_load())
-        self._show_estimate()
+            words = self._library.failure or "No models found. Add a folder in the settings, or open a file."
+        self._nothing.setText(words)
+        self._nothing.setVisible(bool(words))
 
-    def _show_estimate(self, *_: object) -> None:
-        entry = self._entry()
-        fit = None
-        if entry is not None and self.isVisible():
-            fit = fit_on(entry, self._engine.worker, int(self.context.value()), int(self.tabs.value()))
-        if fit is None:
-            self._estimate.hide()
-            return
-        self._estimate.setText(fit.message[0].upper() + fit.message[1:] + ".")
-        self._estimate.show()
 
-    def showEvent(self, event: QShowEvent) -> None:
-        super().showEvent(event)
-        self._show_estimate()
+def model_facts(entry: CatalogEntry) -> str:
+    """A model that is not loaded, in one line; what is wrong with it where it cannot be used."""
+    if entry.error is not None:
+        return f"Cannot be used: {entry.error}"
+    size = format_bytes(entry.size_bytes)
+    return " · ".join((entry.quantisation, short_count(entry.num_parameters), size))
 
-    def _load(self) -> None:
-        entry = self._entry()
-        if entry is not None:
-            config = EngineConfig(
-                model=str(entry.path),
-                max_context=int(self.context.value()),
-                max_num_seqs=int(self.tabs.value()),
-            )
-            self.load_requested.emit(config)
+
+def loaded_facts(model: ModelInfo, config: EngineConfig | None) -> list[tuple[str, str]]:
+    """What is loaded and how, line by line."""
+    cache = model.num_kv_blocks * model.block_size * model.kv_bytes_per_token
+    return [
+        ("Parameters", f"{short_count(model.num_parameters)} · {model.num_layers} layers"),
+        ("Family", model.architecture),
+        ("File", model.format),
+        ("Weights", format_bytes(model.weight_bytes)),
+        ("Precision", _precision_words(model)),
+        ("Computes", f"{model.dtype} on {model.device}"),
+        ("Backend", BACKEND_TITLES[model.backend]),
+        ("Kernels", model.kernels),
+        ("KV cache", f"{format_bytes(cache)} · {model.kv_dtype}"),
+        ("KV blocks", f"{model.num_kv_blocks:,} × {model.block_size}"),
+        ("Per token", format_bytes(model.kv_bytes_per_token)),
+        ("Context", f"{model.max_context:,} tokens"),
+        ("Chats", f"{model.max_num_seqs} at once"),
+        ("Speculation", _speculation_words(model, config)),
+        ("Loaded in", f"{model.load_seconds:.1f} s"),
+    ]
+
+
+def _precision_words(model: ModelInfo) -> str:
+    return f"{model.quantization.upper()}, since loading" if model.quantization else "as stored"
+
+
+def _speculation_words(model: ModelInfo, config: EngineConfig | None) -> str:
+    if model.speculation is None:
+        return "off"
+    drafts = f", up to {config.num_draft_tokens}" if config is not None else ""
+    if model.speculation == "draft":
+        return f"{model_title(model.draft_model or 'draft model')}{drafts}"
+    return f"n-gram{drafts}"

@@ -8,25 +8,20 @@ from PySide6.QtCore import QObject, Signal
 from PySide6.QtWidgets import QFileDialog, QMenu, QWidget
 
 from app.panels.library import ModelLibrary
-from app.panels.model import DEFAULT_CONTEXT_LIMIT
-from app.settings import SettingsFile
+from app.settings import SettingsFile, remember_load
 from app.state.engine_state import EngineState
+from app.state.load_options import remembered_config
 from app.units import short_count
 from engine.catalog import CatalogEntry, describe_path, starter_model
 from engine.memory import format_bytes
 from engine.protocol import EngineConfig
 
 
-def default_config(entry: CatalogEntry) -> EngineConfig:
-    """How a model is loaded when nobody chose a context: its own, but no more than a usual chat needs."""
-    context = min(entry.max_context, DEFAULT_CONTEXT_LIMIT) if entry.error is None else None
-    return EngineConfig(model=str(entry.path), max_context=context)
-
-
 class ModelActions(QObject):
     """What can be done about models, for whichever part of the window asks."""
 
-    settings_wanted = Signal()
+    dialog_wanted = Signal(object)
+    """Asks for the load dialog, with the `CatalogEntry` it shall show, or None for whichever."""
     problem = Signal(str)
 
     def __init__(
@@ -40,7 +35,8 @@ class ModelActions(QObject):
         self._engine.load(config)
 
     def load_entry(self, entry: CatalogEntry) -> None:
-        self.load(default_config(entry))
+        """Loads a model as it was loaded last."""
+        self.load(remembered_config(entry, self._file.settings.load_options))
 
     def load_starter(self) -> None:
         starter = starter_model()
@@ -51,21 +47,21 @@ class ModelActions(QObject):
         self._engine.unload()
 
     def open_file(self) -> None:
-        """Asks for a model file and loads it."""
+        """Asks for a model file and has the load dialog show it."""
         start = self._file.settings.model_folders[0] if self._file.settings.model_folders else str(Path.home())
         path, _ = QFileDialog.getOpenFileName(
             self._window, "Open a model file", start, "Models (*.gguf);;All files (*)"
         )
         if path:
-            self.load_file(path)
+            self.show_file(path)
 
-    def load_file(self, path: str) -> None:
-        """Loads a model file or folder, wherever it lies. One that cannot be used is a problem told."""
+    def show_file(self, path: str) -> None:
+        """Has the load dialog show a model, wherever it lies. One that cannot be used is a problem told."""
         entry = describe_path(Path(path))
         if entry.error is not None:
             self.problem.emit(f"{entry.name} cannot be loaded: {entry.error}")
         else:
-            self.load_entry(entry)
+            self.dialog_wanted.emit(entry)
 
     def fill_menu(self, menu: QMenu) -> None:
         """The models on this machine, the loaded one ticked, and what else can be done."""
@@ -82,8 +78,8 @@ class ModelActions(QObject):
         if not self._library.entries:
             menu.addAction("Looking for models…" if self._library.is_searching else "No models found").setEnabled(False)
         menu.addSeparator()
+        menu.addAction("Load with options…", lambda: self.dialog_wanted.emit(None))
         menu.addAction("Open a model file…", self.open_file)
-        menu.addAction("Context length and more…", self.settings_wanted.emit)
         unload = menu.addAction("Unload the model", self.unload)
         unload.setEnabled(self._engine.status in ("ready", "loading"))
 
@@ -95,13 +91,12 @@ class ModelActions(QObject):
         if settings.last_model is not None and Path(settings.last_model.model).exists():
             return settings.last_model
         starter = starter_model()
-        return default_config(describe_path(starter)) if starter is not None else None
+        return remembered_config(describe_path(starter), settings.load_options) if starter is not None else None
 
     def _remember(self) -> None:
         config = self._engine.config
-        if self._engine.status != "ready" or config is None or config == self._file.settings.last_model:
+        if self._engine.status != "ready" or config is None or not remember_load(self._file.settings, config):
             return
-        self._file.settings.last_model = config
         try:
             self._file.save()
         except OSError as error:

@@ -271,6 +271,19 @@ class Segments(QFrame):
     def choose(self, key: str) -> None:
         self._buttons[key].setChecked(True)
 
+    def set_title(self, key: str, text: str) -> None:
+        self._buttons[key].setText(text)
+        self._buttons[key].setAccessibleName(text)
+
+    def set_reason(self, key: str, reason: str) -> None:
+        """Takes a choice away, for a reason in words, or gives it back where there is none."""
+        self._buttons[key].setEnabled(not reason)
+        self._buttons[key].setToolTip(reason)
+        self._buttons[key].setAccessibleDescription(reason)
+
+    def is_possible(self, key: str) -> bool:
+        return self._buttons[key].isEnabled()
+
     @property
     def choice(self) -> str:
         return next((key for key, item in self._buttons.items() if item.isChecked()), "")

@@ -14,7 +14,29 @@ from app.state.records import RunRecord
 from app.store import conversations
 from engine.protocol import Accepted, Delta, Finished, Generate, TokenLogprob
 
+RENEW_PACE_SECONDS = 0.25
 STOPPED_FROM_OUTSIDE = "The model was unloaded or replaced before the answer was finished."
+
+
+class _Pace:
+    """Time per output token of an answer under way, until the engine tells it exactly.
+
+    The figure is renewed only so often that it can be read.
+    """
+
+    def __init__(self) -> None:
+        self._first_tokens = 0
+        self._first_at = self._renewed_at = 0.0
+        self._tpot_ms: float | None = None
+
+    def tpot_ms(self, num_tokens: int, now: float) -> float | None:
+        """The mean so far, given all tokens seen at `now` (monotonic seconds); None for the first ones alone."""
+        if not self._first_tokens:
+            self._first_tokens, self._first_at, self._renewed_at = num_tokens, now, now
+        elif num_tokens > self._first_tokens and now - self._renewed_at >= RENEW_PACE_SECONDS:
+            self._renewed_at = now
+            self._tpot_ms = (now - self._first_at) * 1000 / (num_tokens - self._first_tokens)
+        return self._tpot_ms
 
 
 class Generation:
@@ -29,6 +51,7 @@ class Generation:
         self.delay_told = False
         self._unsaved = False
         self._traces: list[TokenLogprob] = []
+        self._pace = _Pace()
 
     @property
     def request_id(self) -> str:
@@ -52,7 +75,8 @@ class Generation:
     def append(self, event: Delta) -> None:
         self.node.text += event.text
         self._traces.extend(event.logprobs)
-        self._update(output_tokens=(self.run.output_tokens or 0) + len(event.token_ids))
+        output_tokens = (self.run.output_tokens or 0) + len(event.token_ids)
+        self._update(output_tokens=output_tokens, tpot_ms=self._pace.tpot_ms(output_tokens, time.monotonic()))
 
     def finish(self, event: Finished) -> None:
         if event.finish_reason == "error":

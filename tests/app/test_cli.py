@@ -17,8 +17,12 @@ import pytest
 
 from app.__main__ import main
 from app.cli import chat, engine_session
+from app.cli.arguments import build_parser
+from app.cli.options import engine_config
 from app.paths import settings_path
 from app.settings import SettingsFile
+from engine import memory
+from engine.protocol import EngineConfig
 from tests.fake_engine import ROOT, fake_client
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -58,10 +62,10 @@ def run_fails(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 1) -> 
 
 
 def test_run_prints_the_answer_and_nothing_else(use_fake: UseFake, capsys: pytest.CaptureFixture[str]) -> None:
-    use_fake(text="The capital is Paris.", tokens_per_second=1000)
-    assert main(["run", "What is the capital of France?"]) == 0
+    use_fake(text="The capital is Tokyo.", tokens_per_second=1000)
+    assert main(["run", "What is the capital of Japan?"]) == 0
     captured = capsys.readouterr()
-    assert captured.out == "The capital is Paris.\n"
+    assert captured.out == "The capital is Tokyo.\n"
     assert captured.err == ""
 
 
@@ -218,10 +222,10 @@ def test_chat_answers_each_piped_question_in_one_conversation(
 def test_chat_with_nothing_to_read_answers_an_example(
     use_fake: UseFake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_fake(answers={"capital of France": "Paris."}, tokens_per_second=1000)
+    use_fake(answers={"capital of Japan": "Tokyo."}, tokens_per_second=1000)
     pipe_in(monkeypatch, "")
     assert main(["chat"]) == 0
-    assert capsys.readouterr().out == "> What is the capital of France?\nParis.\n"
+    assert capsys.readouterr().out == "> What is the capital of Japan?\nTokyo.\n"
 
 
 def test_chat_with_a_silent_pipe_answers_an_example_and_ends(
@@ -232,11 +236,11 @@ def test_chat_with_a_silent_pipe_answers_an_example_and_ends(
             threading.Event().wait()
             return ""
 
-    use_fake(text="Paris.", tokens_per_second=1000)
+    use_fake(text="Tokyo.", tokens_per_second=1000)
     monkeypatch.setattr(chat, "FIRST_QUESTION_SECONDS", 0.2)
     monkeypatch.setattr("sys.stdin", Silent())
     assert main(["chat"]) == 0
-    assert capsys.readouterr().out == "> What is the capital of France?\nParis.\n"
+    assert capsys.readouterr().out == "> What is the capital of Japan?\nTokyo.\n"
 
 
 def test_chat_goes_on_after_a_refused_question_and_says_so_at_the_end(
@@ -314,13 +318,13 @@ def test_ctrl_c_while_loading_ends_the_program(
 def test_without_a_display_the_chat_starts(
     use_fake: UseFake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_fake(text="Paris.", tokens_per_second=1000)
+    use_fake(text="Tokyo.", tokens_per_second=1000)
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "QT_QPA_PLATFORM"):
         monkeypatch.delenv(name, raising=False)
     pipe_in(monkeypatch, "")
     assert main([]) == 0
     captured = capsys.readouterr()
-    assert "no window" in captured.err and captured.out.endswith("Paris.\n")
+    assert "no window" in captured.err and captured.out.endswith("Tokyo.\n")
 
 
 def test_models_lists_the_starter_model_and_damaged_files(
@@ -336,6 +340,57 @@ def test_models_lists_the_starter_model_and_damaged_files(
     assert any(line.startswith("broken") and "cannot be used" in line for line in lines)
     assert main(["models", "--json"]) == 0
     assert {record["name"] for record in json.loads(capsys.readouterr().out)} >= {"broken"}
+
+
+def test_models_weighs_them_in_the_precision_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[EngineConfig] = []
+
+    def fit(shape: object, device: object, config: EngineConfig) -> memory.Fit:
+        asked.append(config)
+        return real(shape, device, config)  # type: ignore[arg-type]
+
+    real = memory.fit_model
+    monkeypatch.setattr(memory, "fit_model", fit)
+    argv = ["models", "--quantization", "int4", "--group-size", "32", "--kv-dtype", "int8", "--context", "2048"]
+    assert main(argv) == 0
+    (config,) = asked
+    assert (config.quantization, config.quantization_group_size, config.kv_dtype) == ("int4", 32, "int8")
+    assert config.max_context == 2048
+    assert "yes, needs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        ([], {}),
+        (["--context", "512", "--kv-dtype", "int8"], {"max_context": 512, "kv_dtype": "int8"}),
+        (["--max-context", "512"], {"max_context": 512}),
+        (["--quantization", "int4", "--group-size", "128"], {"quantization": "int4", "quantization_group_size": 128}),
+        (["--speculation", "ngram", "--num-draft-tokens", "7"], {"speculation": "ngram", "num_draft_tokens": 7}),
+        (["--draft-model", "d"], {"speculation": "draft", "draft_model": "/models/d"}),
+        (["--backend", "transformers"], {"backend": "transformers"}),
+    ],
+)
+def test_a_model_is_loaded_as_it_was_asked_for(argv: list[str], wanted: dict[str, object]) -> None:
+    arguments = build_parser().parse_args(["chat", *argv])
+    draft = "/models/d" if arguments.draft_model else None
+    assert engine_config(arguments, "/models/m", draft) == EngineConfig(model="/models/m", max_num_seqs=1, **wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--speculation", "draft"], "--speculation draft needs --draft-model"),
+        (["--speculation", "ngram", "--draft-model", "SmolLM2-135M-Instruct.Q4_1"], "exclude each other"),
+        (["--draft-model", "no such model"], "No model is called 'no such model'"),
+        (["--group-size", "48"], "invalid choice"),
+    ],
+)
+def test_contradictory_ways_to_load_are_told(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = 1 if message.startswith("No model") else 2
+    assert message in run_fails(capsys, "run", "hello", *argv, code=code)
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["run", "--help"]])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from PySide6.QtCore import QEventLoop, Qt, QTimer
 from PySide6.QtGui import QColor
@@ -14,7 +15,15 @@ from app.charts.card_deck import CardDeck
 from app.charts.dashboard import DashboardPanel
 from app.charts.figures import FigureRow
 from app.theme import ThemeManager
-from engine.protocol import Distribution, EngineConfig, LoadFailed, LoadProgress, ModelUnloaded, WorkerDied
+from engine.protocol import (
+    Distribution,
+    EngineConfig,
+    LoadFailed,
+    LoadProgress,
+    ModelLoaded,
+    ModelUnloaded,
+    WorkerDied,
+)
 from tests.app.telemetry_scene import STARTED, BusyEngine, telemetry
 
 CPU_BUDGET = 0.05
@@ -166,10 +175,44 @@ def test_with_less_width_charts_share_a_column(
 def test_no_chart_is_lost_on_the_way_to_narrow_and_back(panel: DashboardPanel, engine: BusyEngine) -> None:
     panel.show()
     engine.run(0.1)
+    wanted = sorted(page.title for page in panel.pages if page is not panel.drafts)
     for width in (320, 1440, 600, 1024, 760, 1440):
         panel.resize(width, 190)
-        assert sorted(page.title for deck in panel.decks for page in deck.pages) == sorted(p.title for p in panel.pages)
+        assert sorted(page.title for deck in panel.decks for page in deck.pages) == wanted
     assert [deck.current for deck in panel.decks] == [panel.memory, panel.kv, panel.ttft, panel.tpot, panel.throughput]
+
+
+def test_drafts_have_a_chart_while_a_model_speculates(panel: DashboardPanel, engine: BusyEngine) -> None:
+    panel.show()
+    engine.run(0.1)
+    assert titles(panel)[-1] == ["Throughput", "Steps"]
+    plain = engine.state.engine.model
+    assert plain is not None
+    engine.source.emit(ModelUnloaded())
+    engine.state.engine.load(EngineConfig(model="/models/fake.gguf", speculation="ngram"))
+    engine.source.emit(ModelLoaded(msgspec.structs.replace(plain, speculation="ngram")))
+    assert titles(panel)[-1] == ["Throughput", "Steps", "Drafts"]
+    engine.source.emit(
+        telemetry(
+            drafted_tokens=300, accepted_tokens=150, drafted_by_position=[100, 100, 100],
+            accepted_by_position=[80, 50, 20], speculation_note="paused: it lost time",
+        )
+    )  # fmt: skip
+    panel.decks[-1].show_index(2)
+    panel.refresh()
+    assert values(panel.drafts.figure_row) == [("50 %", "accepted"), ("+1.5", "tokens a step")]
+    assert panel.drafts.bars.shares == (0.8, 0.5, 0.2)
+    assert panel.drafts.note == "paused: it lost time"
+    assert "80 % at 1, 50 % at 2, 20 % at 3" in panel.drafts.accessibleDescription()
+    for width in (320, 760, 1440):
+        panel.resize(width, 190)
+        assert any("Drafts" in deck for deck in titles(panel))
+    assert panel.drafts.bars.grab().toImage().pixelColor(5, 60) == QColor(panel.drafts.theme.memory_draft)
+    engine.source.emit(ModelUnloaded())
+    engine.state.engine.load(EngineConfig(model="/models/fake.gguf"))
+    engine.source.emit(ModelLoaded(plain))
+    assert titles(panel)[-1] == ["Throughput", "Steps"]
+    panel.set_theme(panel.memory.theme)  # the page that is not shown lives on
 
 
 def test_the_chart_that_was_chosen_stays_in_sight_when_columns_change(

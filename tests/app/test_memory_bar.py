@@ -8,7 +8,8 @@ from PySide6.QtCore import QPointF
 from PySide6.QtGui import QColor
 from pytestqt.qtbot import QtBot
 
-from app.charts.memory_bar import BAR_HEIGHT, SMALLEST_SEGMENT, MemoryBar, MemoryPage, parts_of, segment_widths
+from app.charts.memory_bar import MemoryPage, parts_of
+from app.charts.parts_bar import BAR_HEIGHT, SMALLEST_SEGMENT, PartsBar, segment_widths
 from app.state.telemetry import TelemetryState
 from app.theme import load_theme
 from app.units import format_ms, format_percent, format_rate, three_figures
@@ -74,7 +75,7 @@ def test_the_bar_shows_each_part_in_its_colour(page: MemoryPage) -> None:
 
 
 def test_bar_and_legend_know_the_part_under_the_mouse(page: MemoryPage) -> None:
-    bar: MemoryBar = page.bar
+    bar: PartsBar = page.bar
     first = bar.part_at(QPointF(5, 5))
     last = bar.part_at(QPointF(bar.width() - 3, 5))
     assert first is not None and first.name == "Weights"

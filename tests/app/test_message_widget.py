@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from PySide6.QtCore import Qt, QUrl
 from PySide6.QtGui import QDesktopServices, QGuiApplication
 from PySide6.QtWidgets import QWidget
@@ -17,6 +18,7 @@ from app.chat.message_body import MessageBody
 from app.chat.message_widget import MessageWidget
 from app.chat.prose_view import ProseView, open_link
 from app.chat.text_style import text_style
+from app.state.generation import _Pace
 from app.state.records import MessageView, RunRecord
 from app.theme import load_theme
 from tests.app.chat_scene import ChatScene
@@ -72,6 +74,22 @@ def test_an_answer_shows_its_own_figures(scene: ChatScene) -> None:
     assert "Prompt: 120 tokens, 96 of them from the prefix cache" in full
     assert "Seed: 42" in full
     assert "Preempted: 2 times" in full
+
+
+def test_an_answer_that_was_drafted_says_how_much_of_the_drafts_was_right(scene: ChatScene) -> None:
+    drafted = {"drafted_tokens": 200, "accepted_tokens": 126}
+    run = run_of(scene, **drafted)
+    assert "draft 63 % accepted" in figures(run)
+    assert not any("draft" in part for part in figures(structs.replace(run, status="streaming")))
+
+
+def test_an_answer_under_way_shows_its_pace() -> None:
+    pace = _Pace()
+    assert pace.tpot_ms(3, 10.0) is None, "the first tokens, however many come together, have no time between them"
+    assert pace.tpot_ms(4, 10.1) is None, "too soon to say"
+    assert pace.tpot_ms(8, 10.5) == pytest.approx(100)
+    assert pace.tpot_ms(99, 10.6) == pytest.approx(100), "no faster than it can be read"
+    assert pace.tpot_ms(43, 12.0) == pytest.approx(50)
 
 
 @pytest.mark.parametrize(

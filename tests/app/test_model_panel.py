@@ -11,18 +11,17 @@ from pytestqt.qtbot import QtBot
 
 from app.panels.header import HeaderBar
 from app.panels.library import ModelLibrary
-from app.panels.model import DEFAULT_CONTEXT_LIMIT, ModelPanel
-from app.panels.model_actions import ModelActions, default_config
+from app.panels.model import ModelPanel, loaded_facts
+from app.panels.model_actions import ModelActions
+from app.panels.widgets import ElidedLabel
 from app.settings import SettingsFile
 from app.state.engine_state import EngineState
+from app.state.load_options import DEFAULT_CONTEXT_LIMIT, default_config
 from app.theme import ThemeManager
-from engine import catalog, memory
-from engine.memory import DeviceMemory, estimate, format_bytes
-from engine.protocol import EngineConfig, LoadModel, ModelLoaded, WorkerDied
+from engine import catalog
+from engine.protocol import EngineConfig, LoadModel, LoadProgress, ModelLoaded
 from tests.app.telemetry_scene import STARTED, Source, engine_on, model_info
 from tests.engine.tiny_gguf import write_model
-
-GIB = 1 << 30
 
 
 @pytest.fixture
@@ -60,31 +59,45 @@ def actions(engine: EngineState, library: ModelLibrary, tmp_path: Path) -> Model
     return ModelActions(engine, library, SettingsFile(tmp_path / "settings.json"))
 
 
-def test_load_can_be_pressed_when_there_is_a_usable_model_and_an_engine_at_rest(
-    source: Source, engine: EngineState, library: ModelLibrary, panel: ModelPanel
+def test_the_page_lists_the_models_of_this_machine_and_asks_for_the_dialog(
+    library: ModelLibrary, panel: ModelPanel
 ) -> None:
-    usable, damaged = (str(entry.path) for entry in library.entries)
+    asked: list[object] = []
+    panel.dialog_requested.connect(asked.append)
+    assert [(row.entry.name, row.isEnabled()) for row in panel.rows] == [
+        ("SmolLM2-135M-Instruct.Q4_1", True),
+        ("damaged", False),
+    ]
+    assert "135 M" in panel.rows[0].accessibleName() and "GGUF" in panel.rows[1].toolTip()
+    panel.rows[0].click()
+    panel.load_button.click()
+    assert asked == [library.entries[0], None]
 
-    def may_load() -> list[bool]:
-        """For the usable and the damaged model: after each was chosen, and after the engine has spoken again."""
-        answers = []
-        for path in (usable, damaged):
-            panel.models.setCurrentIndex(panel.models.findData(path))
-            answers.append(panel.load_button.isEnabled())
-            panel.refresh()
-            answers.append(panel.load_button.isEnabled())
-        return answers
 
-    assert engine.status == "starting" and may_load() == [False] * 4
-    engine.start()
+def test_the_page_says_what_is_loaded_and_how(source: Source, engine: EngineState, panel: ModelPanel) -> None:
+    config = EngineConfig(model="/models/fake.gguf", speculation="draft", num_draft_tokens=6)
+    engine.start(config)
     source.emit(STARTED)
-    assert engine.status == "no_model" and may_load() == [True, True, False, False]
-    engine.load(default_config(library.entries[0]))
-    assert engine.status == "loading" and may_load() == [False] * 4
-    source.emit(ModelLoaded(model_info()))
-    assert engine.status == "ready" and may_load() == [True, True, False, False]
-    source.emit(WorkerDied("killed", "", -9))
-    assert engine.status == "dead" and may_load() == [True, True, False, False]
+    assert panel._progress.isVisibleTo(panel) and panel._unload.text() == "Cancel"
+    source.emit(LoadProgress("Loading weights", 32 << 20, 128 << 20))
+    assert panel._stage.text() == "Loading weights · 32.0 MiB of 128 MiB"
+    assert panel._progress.value() == 250
+    info = structs.replace(
+        model_info(), backend="transformers", quantization="int4", kv_dtype="int8", speculation="draft",
+        draft_model="/models/tiny.gguf",
+    )  # fmt: skip
+    source.emit(ModelLoaded(info))
+    facts = dict(loaded_facts(info, config))
+    assert (facts["Backend"], facts["Precision"], facts["Speculation"]) == (
+        "transformers",
+        "INT4, since loading",
+        "tiny, up to 6",
+    )
+    assert facts["KV cache"].endswith("· int8")
+    shown = [label.full_text for label in panel.findChildren(ElidedLabel)]
+    assert set(facts.values()) <= set(shown)
+    plain = dict(loaded_facts(structs.replace(model_info(), speculation="ngram"), None))
+    assert (plain["Precision"], plain["Speculation"]) == ("as stored", "n-gram")
 
 
 def test_the_header_names_the_kernels_that_compute_the_model_and_what_the_worker_warns_of(
@@ -101,25 +114,8 @@ def test_the_header_names_the_kernels_that_compute_the_model_and_what_the_worker
     assert header.kernels.toolTip().endswith("The engine runs slower: why.")
 
 
-def test_the_memory_that_is_told_is_what_the_engine_will_take(
-    qtbot: QtBot, monkeypatch: pytest.MonkeyPatch, library: ModelLibrary, panel: ModelPanel
-) -> None:
-    monkeypatch.setattr("app.panels.library.ram", lambda: DeviceMemory("RAM", "system memory", 64 * GIB, 32 * GIB))
-    shape = library.entries[0].shape
-    assert shape is not None
-    weights, kv_cache = memory.cpu_formats()
-    panel.show()
-    for context, chats in ((8192, 8), (8192, 1), (512, 2)):
-        panel.context.setValue(context)
-        panel.tabs.setValue(chats)
-        wanted = estimate(
-            shape, "RAM", max_context=context, max_num_seqs=chats, weights_held_as=weights, kv_dtype=kv_cache
-        )
-        assert f"needs {format_bytes(wanted.total)} of 32.0 GiB" in panel._estimate.text()
-
-
 @pytest.mark.parametrize(("own", "loaded"), [(131_072, DEFAULT_CONTEXT_LIMIT), (512, 512)])
-def test_menu_file_and_start_load_a_model_with_the_same_context(
+def test_menu_and_start_load_a_model_with_the_same_context(
     monkeypatch: pytest.MonkeyPatch, source: Source, engine: EngineState, actions: ModelActions, tmp_path: Path,
     own: int, loaded: int,
 ) -> None:  # fmt: skip
@@ -128,22 +124,41 @@ def test_menu_file_and_start_load_a_model_with_the_same_context(
     engine.start()
     source.emit(STARTED)
     actions.load_entry(catalog.describe_path(path))
-    actions.load_file(str(path))
     actions.load_starter()
     configs = [command.config for command in source.sent if isinstance(command, LoadModel)]
     at_start = actions.config_at_start()
     assert at_start is not None
-    assert [(config.model, config.max_context) for config in (*configs, at_start)] == [(str(path), loaded)] * 4
+    assert [(config.model, config.max_context) for config in (*configs, at_start)] == [(str(path), loaded)] * 3
 
 
-def test_a_damaged_file_is_told_and_the_model_before_stays(
-    source: Source, engine: EngineState, actions: ModelActions, library: ModelLibrary
+def test_a_model_is_loaded_as_it_was_loaded_last_in_this_run_and_the_next(
+    source: Source, engine: EngineState, actions: ModelActions, library: ModelLibrary, tmp_path: Path
+) -> None:
+    entry = library.entries[0]
+    chosen = EngineConfig(model=str(entry.path), max_context=1024, kv_dtype="int8", speculation="ngram")
+    engine.start()
+    source.emit(STARTED)
+    actions.load(chosen)
+    assert actions.config_at_start() != chosen, "a load that fails is not remembered"
+    source.emit(ModelLoaded(model_info()))
+    actions.load_entry(entry)
+    assert source.sent[-1] == LoadModel(chosen)
+    again = ModelActions(engine, library, SettingsFile(tmp_path / "settings.json"))
+    assert again.config_at_start() == chosen
+
+
+def test_a_chosen_file_is_shown_in_the_dialog_and_a_damaged_one_is_told(
+    source: Source, engine: EngineState, actions: ModelActions, library: ModelLibrary, tmp_path: Path
 ) -> None:
     problems: list[str] = []
+    wanted: list[catalog.CatalogEntry] = []
     actions.problem.connect(problems.append)
+    actions.dialog_wanted.connect(wanted.append)
     engine.start(default_config(library.entries[0]))
     source.emit(STARTED)
     source.emit(ModelLoaded(model_info()))
-    actions.load_file(str(library.entries[1].path))
+    actions.show_file(str(library.entries[1].path))
     assert engine.status == "ready"
     assert len(problems) == 1 and problems[0].startswith("damaged cannot be loaded: ")
+    actions.show_file(str(write_model(tmp_path / "elsewhere.gguf")))
+    assert [entry.name for entry in wanted] == ["elsewhere"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from app.settings import Settings, SettingsFile, read_settings
+from app.settings import MAX_LOAD_OPTIONS, Settings, SettingsFile, read_settings, remember_load
 from engine.protocol import EngineConfig
 
 
@@ -73,3 +73,18 @@ def test_reading_leaves_a_damaged_file_where_it_is(tmp_path: Path) -> None:
     with pytest.raises(msgspec.MsgspecError):
         read_settings(path)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_how_models_were_loaded_is_kept_for_the_latest_of_them(tmp_path: Path) -> None:
+    file = SettingsFile(tmp_path / "settings.json")
+    configs = [EngineConfig(model=f"/models/{n}.gguf", max_context=256 + n) for n in range(MAX_LOAD_OPTIONS + 5)]
+    for config in configs:
+        assert remember_load(file.settings, config)
+    assert not remember_load(file.settings, configs[-1]), "no news"
+    assert remember_load(file.settings, configs[10])
+    file.save()
+    settings = SettingsFile(file.path).settings
+    assert settings.last_model == configs[10]
+    assert len(settings.load_options) == MAX_LOAD_OPTIONS
+    assert settings.load_options[configs[-1].model] == configs[-1]
+    assert configs[0].model not in settings.load_options and configs[10].model in settings.load_options

@@ -115,6 +115,25 @@ def test_a_dead_worker_is_explained_and_restarted_and_chatting_goes_on(qtbot, tm
         assert session.messages[-1].run.status == "failed", "what killed the worker is not sent again"
 
 
+def test_the_load_dialog_opens_from_palette_menu_and_page_and_loads(qtbot, tmp_path: Path) -> None:
+    with open_application(tmp_path) as application:
+        window, engine = application.window, application.engine
+        wait_until(lambda: application.library.entries)
+        entry = application.library.entries[0]
+        assert window.commands.run("engine.load")
+        dialog = window.actions_._load_dialog
+        assert dialog is not None and dialog.isVisible()
+        window.models.dialog_wanted.emit(entry)
+        window.inspector.model.rows[0].click()
+        assert window.actions_._load_dialog is dialog, "one dialog, whoever asks"
+        dialog.form.speculation.chosen.emit("ngram")
+        dialog.load_button.click()
+        wait_until(lambda: engine.is_ready and engine.model is not None and engine.model.speculation == "ngram")
+        assert window.actions_._load_dialog is None
+        remembered = application.file.settings.load_options[str(entry.path)]
+        assert remembered.speculation == "ngram" and application.file.settings.last_model == remembered
+
+
 def test_a_model_that_cannot_be_loaded_is_explained_where_one_looks(qtbot, tmp_path: Path) -> None:
     with open_application(tmp_path, ready=False, load_error="The file is truncated.") as application:
         wait_until(lambda: application.engine.status == "no_model")

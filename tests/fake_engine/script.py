@@ -64,6 +64,11 @@ class FakeScript(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     garbage_at_delta: int | None = None
     """Sends bytes that are no message instead of this delta."""
 
+    draft_acceptance: list[float] = []
+    """Of a model that was loaded with speculation: the share of drafts accepted by position; its length is the
+    number of drafts in each step."""
+    speculation_note: str = ""
+
     telemetry: bool = True
     telemetry_hz: float = 15.0
     num_kv_blocks: int = 1024

@@ -47,6 +47,7 @@ from engine.protocol import (
 )
 from tests.fake_engine.blocks import BLOCK_SIZE, FakeBlocks
 from tests.fake_engine.crashes import die
+from tests.fake_engine.drafts import FakeDrafts
 from tests.fake_engine.script import FakeScript
 
 STEP_SECONDS = 0.010
@@ -70,6 +71,8 @@ class FakeRequest:
     start: float | None = None
     sent: int = 0
     token_times: list[float] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
 
 
 class FakeWorker:
@@ -83,6 +86,7 @@ class FakeWorker:
         self._waiting: list[FakeRequest] = []
         self._running: list[FakeRequest] = []
         self._blocks = FakeBlocks(script.num_kv_blocks)
+        self._drafts = FakeDrafts(())
         self._num_deltas = 0
         self._steps: list[StepRecord] = []
         self._step_index = 0
@@ -197,7 +201,12 @@ class FakeWorker:
             block_size=BLOCK_SIZE,
             max_num_seqs=self._script.max_num_seqs,
             load_seconds=self._script.load_seconds,
+            backend="transformers" if command.config.backend == "transformers" else "native",
+            quantization=command.config.quantization,
+            speculation=command.config.speculation,
+            draft_model=command.config.draft_model,
         )
+        self._drafts = FakeDrafts(self._script.draft_acceptance if command.config.speculation else ())
         self._outbox.put(ModelLoaded(info=self._model))
 
     def _unload(self) -> None:
@@ -249,16 +258,17 @@ class FakeWorker:
         for request in list(self._running):
             count = self._emit(request, start)
             if count:
-                entries.append(self._entry(request, 0, count))
+                drafted, accepted = self._drafts.verify(count)
+                request.drafted += drafted
+                request.accepted += accepted
+                entries.append(self._entry(request, 0, count, drafted, accepted))
         if entries:
             self._steps.append(StepRecord(index=self._step_index, start=start, end=time.monotonic(), entries=entries))
             self._step_index += 1
 
-    def _entry(self, request: FakeRequest, prefill: int, decode: int) -> StepEntry:
+    def _entry(self, request: FakeRequest, prefill: int, decode: int, drafted: int = 0, accepted: int = 0) -> StepEntry:
         slot = self._blocks.slot(request.command.owner)
-        return StepEntry(
-            request_id=request.command.request_id, owner_slot=slot, prefill_tokens=prefill, decode_tokens=decode
-        )
+        return StepEntry(request.command.request_id, slot, prefill, decode, drafted, accepted)
 
     def _emit(self, request: FakeRequest, now: float) -> int:
         """Sends the tokens that are due; returns how many."""
@@ -322,6 +332,8 @@ class FakeWorker:
                     queue_ms=((request.start or time.monotonic()) - request.arrival) * 1000,
                     ttft_ms=(times[0] - request.arrival) * 1000 if times else None,
                     tpot_ms=tpot,
+                    drafted_tokens=request.drafted,
+                    accepted_tokens=request.accepted,
                 ),
             )
         )
@@ -369,6 +381,11 @@ class FakeWorker:
                 request.command.request_id: float(sum(moment > now - 1 for moment in request.token_times))
                 for request in self._running
             },
+            drafted_tokens=sum(self._drafts.drafted),
+            accepted_tokens=sum(self._drafts.accepted),
+            drafted_by_position=list(self._drafts.drafted),
+            accepted_by_position=self._drafts.accepted,
+            speculation_note=script.speculation_note if self._drafts.drafted else "",
         )
 
 
