@@ -1,0 +1,150 @@
+"""The launches that `kernels.aot` compiles: every operation in the shapes and formats models come in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.kv import KVLayer
+from kernels.metadata import AttentionMetadata
+from kernels.triton import attention, matmul, moe, norm, rope
+from kernels.triton.launch import Capability, Launch, recording
+
+KV_HEADS = 4
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`run` calls an operation; `is_decode` where it runs for every token of an answer."""
+
+    run: Callable[[], object]
+    is_decode: bool = False
+    tensor_core_kernels: tuple[str, ...] = ()
+
+
+def record(case: Case, capability: Capability) -> list[Launch]:
+    """What the case would start on a GPU of that capability."""
+    with recording(capability) as launches:
+        case.run()
+    return launches
+
+
+def _attention(
+    head_dim: int,
+    group: int,
+    query_len: int,
+    dtype: torch.dtype,
+    int8: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: bool = False,
+) -> Case:
+    def run() -> object:
+        seq_len = max(2 * query_len, 2 * attention.SPLIT_KEYS)
+        num_blocks = seq_len // BLOCK_SIZE
+        metadata = AttentionMetadata.build([list(range(num_blocks))], [query_len], [seq_len], BLOCK_SIZE)
+        shape = (num_blocks, BLOCK_SIZE, 2, KV_HEADS, head_dim)
+        scales = torch.empty(shape[:-1], device="meta") if int8 else None
+        layer = KVLayer(torch.empty(shape, dtype=torch.int8 if int8 else dtype, device="meta"), scales)
+        q = torch.empty(query_len, KV_HEADS * group, head_dim, dtype=dtype, device="meta")
+        head_sinks = torch.empty(KV_HEADS * group, dtype=dtype, device="meta") if sinks else None
+        return attention.paged_attention(q, layer, metadata, head_dim**-0.5, window, soft_cap, head_sinks)
+
+    return Case(run, is_decode=query_len <= 16, tensor_core_kernels=("attention_kernel",))
+
+
+def _matmul(bits: int, group: int, num_rows: int, dtype: torch.dtype, minimums: bool) -> Case:
+    def run() -> object:
+        columns, rows = 4096, 4096
+        codes = torch.empty(rows, columns, dtype=torch.uint8, device="meta")
+        scales = torch.empty(rows, columns // group, device="meta")
+        weight = matmul.tile_weight(codes, scales, scales if minimums else None, bits, dtype)
+        return matmul.tiled_linear(torch.empty(num_rows, columns, dtype=dtype, device="meta"), weight)
+
+    return Case(run, is_decode=num_rows <= 16, tensor_core_kernels=("tiled_matmul_kernel",))
+
+
+def _experts(bits: int, num_tokens: int, dtype: torch.dtype) -> Case:
+    def run() -> object:
+        num_experts, rows, columns = 8, 2048, 2048
+        if bits == 16:
+            weight: torch.Tensor | matmul.TiledWeight = torch.empty(
+                num_experts, rows, columns, dtype=dtype, device="meta"
+            )
+        else:
+            codes = torch.empty(rows, columns, dtype=torch.uint8, device="meta")
+            scales = torch.empty(rows, columns // 32, device="meta")
+            weight = moe.stack_tiled([matmul.tile_weight(codes, scales, scales, bits, dtype)] * num_experts)
+        by_expert = moe.sort_by_expert(torch.zeros(num_tokens, 2, dtype=torch.int64), num_experts)
+        return moe.grouped_linear(torch.empty(num_tokens, columns, dtype=dtype, device="meta"), weight, by_expert)
+
+    return Case(run, is_decode=num_tokens <= 16, tensor_core_kernels=("grouped_matmul_kernel",))
+
+
+def _rope(head_dim: int, dtype: torch.dtype, int8: bool, normed: bool) -> Case:
+    def run() -> object:
+        shape = (4, BLOCK_SIZE, 2, KV_HEADS, head_dim)
+        scales = torch.empty(shape[:-1], device="meta") if int8 else None
+        layer = KVLayer(torch.empty(shape, dtype=torch.int8 if int8 else dtype, device="meta"), scales)
+        qkv = torch.empty(16, 6 * KV_HEADS, head_dim, dtype=dtype, device="meta")
+        angles = torch.empty(16, head_dim, dtype=dtype, device="meta")
+        weight = torch.empty(head_dim, dtype=dtype, device="meta") if normed else None
+        slots = torch.empty(16, dtype=torch.int64, device="meta")
+        return rope.rope_and_write_kv(qkv, angles, angles, layer, slots, weight, weight, 1e-6)
+
+    return Case(run, is_decode=True)
+
+
+def _rows(run: Callable[[torch.Tensor], object], columns: int, dtype: torch.dtype) -> Case:
+    return Case(lambda: run(torch.empty(16, columns, dtype=dtype, device="meta")), is_decode=True)
+
+
+def _norm(x: torch.Tensor) -> object:
+    return norm.rms_norm(x, x[0], 1e-6, torch.empty_like(x))
+
+
+def _clamped(x: torch.Tensor) -> object:
+    return norm.clamped_swiglu(x, 1.702, 7.0)
+
+
+def _cases() -> dict[str, Case]:
+    cases: dict[str, Case] = {}
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    kinds = {"decode": 1, "verify": 5, "prefill": 512}
+    for dtype, dtype_name in names.items():
+        for kind, query_len in kinds.items():
+            for head_dim in (64, 80, 96, 112, 128, 192, 256):
+                cases[f"attention {kind} d{head_dim} {dtype_name}"] = _attention(head_dim, 4, query_len, dtype)
+            for group in (1, 3, 7, 8):
+                cases[f"attention {kind} group {group} {dtype_name}"] = _attention(128, group, query_len, dtype)
+            cases[f"attention {kind} int8 {dtype_name}"] = _attention(128, 4, query_len, dtype, int8=True)
+            cases[f"attention {kind} window sinks {dtype_name}"] = _attention(
+                64, 8, query_len, dtype, window=128, sinks=True
+            )
+            cases[f"attention {kind} soft cap {dtype_name}"] = _attention(
+                256, 2, query_len, dtype, window=4096, soft_cap=50.0
+            )
+        for num_rows in (1, 16, 64, 512):
+            for group in (32, 64, 128):
+                cases[f"int4 g{group} {num_rows} rows {dtype_name}"] = _matmul(4, group, num_rows, dtype, minimums=True)
+            cases[f"int8 g16 {num_rows} rows {dtype_name}"] = _matmul(8, 16, num_rows, dtype, minimums=True)
+            cases[f"int8 channel {num_rows} rows {dtype_name}"] = _matmul(8, 4096, num_rows, dtype, minimums=True)
+        for num_tokens in (1, 256, 2048):
+            for bits in (4, 8, 16):
+                cases[f"experts {bits} bits {num_tokens} tokens {dtype_name}"] = _experts(bits, num_tokens, dtype)
+        for int8 in (False, True):
+            kv_name = "int8" if int8 else dtype_name
+            cases[f"rope to {kv_name} from {dtype_name}"] = _rope(128, dtype, int8, normed=False)
+            cases[f"rope normed to {kv_name} from {dtype_name}"] = _rope(80, dtype, int8, normed=True)
+        cases[f"norm 4096 {dtype_name}"] = _rows(_norm, 4096, dtype)
+        cases[f"norm 576 {dtype_name}"] = _rows(_norm, 576, dtype)
+        cases[f"silu {dtype_name}"] = _rows(norm.silu_and_mul, 2 * 14336, dtype)
+        cases[f"gelu {dtype_name}"] = _rows(norm.gelu_tanh_and_mul, 2 * 9216, dtype)
+        cases[f"clamped swiglu {dtype_name}"] = _rows(_clamped, 2 * 2880, dtype)
+    return cases
+
+
+CASES = _cases()
