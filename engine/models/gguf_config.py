@@ -158,9 +158,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         raise ModelError("the tensor 'token_embd.weight' is missing; the file is incomplete")
     hidden_size = keys.integer("embedding_length")
     num_heads = keys.integer("attention.head_count")
-    for name, value in (("embedding_length", hidden_size), ("attention.head_count", num_heads)):
+    for key, value in (("embedding_length", hidden_size), ("attention.head_count", num_heads)):
         if value < 1:
-            raise ModelError(f"{keys.prefix}{name} is {value}; the model's metadata is damaged")
+            raise ModelError(f"{keys.prefix}{key} is {value}; the model's metadata is damaged")
     head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
     if keys.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError("keys and values of different lengths are not supported")

@@ -242,7 +242,7 @@ def window_of(allows: Allows, max_context: int, device: torch.device) -> int | N
             mask = allows(zero, zero, torch.full_like(keys, query), keys)
             pieces.append(torch.as_tensor(mask, device=device).expand(keys.shape))
         mask = torch.cat(pieces)
-        count = int(mask.sum())
+        count = int(mask.count_nonzero())
         if count == 0 or bool(mask[query + 1]) or not bool(mask[query + 1 - count : query + 1].all()):
             raise UnsupportedModelError("its attention sees other keys than those just before the query")
         return count

@@ -40,7 +40,7 @@ def load_folder_tokenizer(folder: Path) -> Tokenizer:
         with panics_raised():
             loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds, bare Exceptions among them
-        raise TokenizerError(f"{folder}: its tokenizer cannot be loaded ({error})") from error
+        raise TokenizerError(f"{folder}: its tokenizer or configuration cannot be loaded ({error})") from error
     if not loaded.is_fast:
         raise TokenizerError(
             f"{folder}: its tokenizer ({type(loaded).__name__}) exists only in Python; "

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from engine import heap
 from engine.loading.describe import describe
-from engine.models import LoadCancelled, load_model, loader
+from engine.models import LoadCancelled, load_model
 from engine.models.config import ModelError, UnsupportedModelError
 from engine.protocol import EngineConfig
 from tests.engine.tiny_llama import (
@@ -415,16 +416,16 @@ def test_memory_is_given_back_with_what_the_platform_has_for_it(monkeypatch, pla
             calls.append((self._name, function))
             return lambda *arguments: 0
 
-    monkeypatch.setattr(loader.sys, "platform", platform)
-    monkeypatch.setattr(loader.ctypes, "CDLL", Library)
-    loader.release_memory()
+    monkeypatch.setattr(heap.sys, "platform", platform)
+    monkeypatch.setattr(heap.ctypes, "CDLL", Library)
+    heap.trim_heap()
     expected = {"linux": (None, "malloc_trim"), "darwin": (None, "malloc_zone_pressure_relief")}
     assert calls == [expected.get(platform, ("ucrtbase", "_heapmin"))]
 
 
 def test_a_system_without_such_a_call_is_no_error(monkeypatch):
-    monkeypatch.setattr(loader.ctypes, "CDLL", lambda name: object())
-    loader.release_memory()
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())
+    heap.trim_heap()
 
 
 def test_integers_in_the_place_of_weights_are_refused(folder):
