@@ -112,13 +112,16 @@ class NativeDecoder:
 
         `rope_lengths` as in `engine.layers.attention.AttentionContext`.
         """
-        positions = batch.positions.long()
+        if self._angles:
+            self._fill_angles(batch.positions.long(), rope_lengths)
+        self.layers.run(batch)
+
+    def _fill_angles(self, positions: torch.Tensor, rope_lengths: torch.Tensor | None) -> None:
         lengths = positions + 1 if rope_lengths is None else rope_lengths
         for rotary, (cos, sin) in self._angles.items():
             both = rotary(positions, lengths, torch.float32)
             for buffer, values in zip((cos, sin), both):  # the second halves: there sin is not negated
                 buffer[: positions.shape[0]] = values[:, buffer.shape[1] :]
-        self.layers.run(batch)
 
     def logits(self, rows: list[int]) -> torch.Tensor:
         """Float32 [len(rows), vocab_size] of the last step's rows."""

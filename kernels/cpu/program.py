@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from kernels.cpu.library import (
@@ -62,8 +63,17 @@ class StepBatch:
     @classmethod
     def selecting(cls, rows: list[int]) -> StepBatch:
         """A batch for programs that only read rows of an earlier one's buffer."""
-        batch = cls.of_rows(0)
-        return replace(batch, selected=torch.tensor(rows, dtype=torch.int32))
+        selected = torch.from_numpy(np.array(rows, dtype=np.int32))
+        nothing = _NOTHING
+        return cls(
+            nothing.input_ids,
+            nothing.positions,
+            nothing.slot_mapping,
+            nothing.cu_seqlens_q,
+            nothing.seq_lens,
+            nothing.block_tables,
+            selected,
+        )
 
     def struct(self) -> Batch:
         return Batch(
@@ -84,6 +94,9 @@ class StepBatch:
                 )
             ),
         )
+
+
+_NOTHING = StepBatch.of_rows(0)
 
 
 @dataclass(frozen=True)

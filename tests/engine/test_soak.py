@@ -178,10 +178,11 @@ def test_requests_of_all_kinds_end_and_leave_nothing_behind(models, name):
         assert not engine._answers and not engine.has_work
 
         after = things_held()
-        assert (after["threads"], after["files"]) == (warm["threads"], warm["files"])
+        # What earlier tests left open may close meanwhile.
+        assert after["threads"] <= warm["threads"] and after["files"] <= warm["files"]
         assert after["resident"] - warm["resident"] < 4 << 20
     after_closing = things_held()
-    assert after_closing["files"] == before["files"]
+    assert after_closing["files"] <= before["files"]
     assert after_closing["resident"] - warm["resident"] < 1 << 20
 
 
