@@ -78,7 +78,7 @@ class MainWindow(QMainWindow):
         self.pages = ChatPages(self.workspace, self.engine, self.usage, self.themes, banner, self.colours.colour)
         self.inspector = Inspector(
             SamplingPanel(self.workspace, self.themes),
-            ModelPanel(self.engine, services.library, self.themes),
+            ModelPanel(self.engine, services.library, services.telemetry, self.themes),
             ContextMeter(self.usage),
         )
         self.dashboard = DashboardHost(services.telemetry, self.themes, self._owner_title)

@@ -16,8 +16,10 @@ from PySide6.QtWidgets import (
 
 from app.panels.header import STATUS_COLOURS, STATUS_WORDS, StatusDot, model_title, progress_words
 from app.panels.library import ModelLibrary
+from app.panels.memory_compared import MemoryCompared
 from app.panels.widgets import ElidedLabel, ErrorBox, IconButton, button, label, separator
 from app.state.engine_state import EngineState
+from app.state.telemetry import TelemetryState
 from app.theme import SPACE_M, SPACE_S, SPACE_XS, ThemeManager
 from app.units import short_count
 from engine.catalog import CatalogEntry
@@ -65,8 +67,11 @@ class ModelPanel(QScrollArea):
     open_file_requested = Signal()
     unload_requested = Signal()
 
-    def __init__(self, engine: EngineState, library: ModelLibrary, themes: ThemeManager) -> None:
+    def __init__(
+        self, engine: EngineState, library: ModelLibrary, telemetry: TelemetryState, themes: ThemeManager
+    ) -> None:
         super().__init__()
+        self.memory = MemoryCompared(engine, library, telemetry)
         self._engine, self._library, self._themes = engine, library, themes
         self._shown: ModelInfo | None = None
         self.setWidgetResizable(True)
@@ -120,6 +125,7 @@ class ModelPanel(QScrollArea):
         inside.addLayout(top)
         inside.addWidget(self._name)
         inside.addLayout(self._facts)
+        inside.addWidget(self.memory)
         inside.addWidget(self._progress)
         inside.addWidget(self._stage)
         self._column.addWidget(card)

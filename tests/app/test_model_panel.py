@@ -16,11 +16,13 @@ from app.panels.model_actions import ModelActions
 from app.panels.widgets import ElidedLabel
 from app.settings import SettingsFile
 from app.state.engine_state import EngineState
-from app.state.load_options import DEFAULT_CONTEXT_LIMIT, default_config
+from app.state.load_options import DEFAULT_CONTEXT_LIMIT, default_config, fit_on
+from app.state.telemetry import TelemetryState
 from app.theme import ThemeManager
 from engine import catalog
-from engine.protocol import EngineConfig, LoadModel, LoadProgress, ModelLoaded
-from tests.app.telemetry_scene import STARTED, Source, engine_on, model_info
+from engine.memory import format_bytes
+from engine.protocol import EngineConfig, LoadModel, LoadProgress, MemoryBreakdown, ModelLoaded, ModelUnloaded
+from tests.app.telemetry_scene import STARTED, Source, engine_on, model_info, telemetry
 from tests.engine.tiny_gguf import write_model
 
 
@@ -48,8 +50,8 @@ def library(qtbot: QtBot, tmp_path: Path) -> ModelLibrary:
 
 
 @pytest.fixture
-def panel(qtbot: QtBot, engine: EngineState, library: ModelLibrary) -> ModelPanel:
-    panel = ModelPanel(engine, library, ThemeManager("light"))
+def panel(qtbot: QtBot, source: Source, engine: EngineState, library: ModelLibrary) -> ModelPanel:
+    panel = ModelPanel(engine, library, TelemetryState(source, engine), ThemeManager("light"))
     qtbot.addWidget(panel)
     return panel
 
@@ -98,6 +100,39 @@ def test_the_page_says_what_is_loaded_and_how(source: Source, engine: EngineStat
     assert set(facts.values()) <= set(shown)
     plain = dict(loaded_facts(structs.replace(model_info(), speculation="ngram"), None))
     assert (plain["Precision"], plain["Speculation"]) == ("as stored", "n-gram")
+
+
+def test_the_estimate_stands_beside_what_is_measured(
+    source: Source, engine: EngineState, library: ModelLibrary, panel: ModelPanel
+) -> None:
+    panel.show()
+    starter = library.entries[0]
+    config = EngineConfig(model=starter.name, max_context=1024)
+    engine.start(config)
+    source.emit(structs.replace(STARTED, kernels="cpu", device="cpu"))
+    assert panel.memory.isHidden()
+    source.emit(ModelLoaded(structs.replace(model_info(), path=str(starter.path), device="cpu")))
+    fit = fit_on(starter, engine.worker, config)
+    assert fit is not None
+    assert panel.memory.rows()[0] == ("Weights", format_bytes(fit.granted.weights), "–")
+    memory = MemoryBreakdown("RAM", 16 << 30, 90 << 20, 180 << 20, 8 << 20, 250 << 20, 0, 0)
+    source.emit(telemetry(memory=memory))
+    rows = {name: (estimated, measured) for name, estimated, measured in panel.memory.rows()}
+    assert rows["KV cache"] == (format_bytes(fit.granted.kv_cache), "180 MiB")
+    assert rows["In all"] == (format_bytes(fit.granted.total), "528 MiB")
+    source.emit(ModelUnloaded())
+    assert panel.memory.isHidden()
+
+
+def test_a_draft_models_memory_is_compared_as_a_whole(
+    source: Source, engine: EngineState, library: ModelLibrary, panel: ModelPanel
+) -> None:
+    panel.show()
+    starter = library.entries[0]
+    engine.start(EngineConfig(model=starter.name, speculation="draft", draft_model=str(starter.path)))
+    source.emit(structs.replace(STARTED, kernels="cpu", device="cpu"))
+    source.emit(ModelLoaded(structs.replace(model_info(), path=str(starter.path), device="cpu")))
+    assert [row[0] for row in panel.memory.rows()] == ["In all"]
 
 
 def test_the_header_names_the_kernels_that_compute_the_model_and_what_the_worker_warns_of(
