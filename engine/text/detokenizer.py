@@ -27,10 +27,13 @@ class Detokenizer:
 
     def add(self, token_ids: Iterable[int]) -> str:
         """The text that became certain with these tokens; may be empty."""
-        data = b"".join(self._tokenizer.token_bytes(token) for token in token_ids if token not in self._skipped)
+        kept = [token for token in token_ids if token not in self._skipped]
+        data = b"".join(map(self._tokenizer.token_bytes, kept))
         if self._at_start and data:
             self._at_start = False
-            data = data.removeprefix(b" ")
+            first = next(token for token in kept if self._tokenizer.token_bytes(token))
+            if first not in self._tokenizer.byte_token_ids:
+                data = data.removeprefix(b" ")
         return self._decoder.decode(data)
 
     def flush(self) -> str:

@@ -45,6 +45,7 @@ class SentencePieceVocabulary:
         self._add_space_prefix = add_space_prefix
         self._remove_extra_whitespaces = remove_extra_whitespaces
         self._strip_after = strip_after
+        self.byte_token_ids = frozenset(index for index, kind in enumerate(types) if kind == BYTE)
         normal = [index for index, kind in enumerate(types) if kind == NORMAL]
         self._ids = {pieces[index]: index for index in normal}
         # Converters that have no scores write the same for all; their pieces stand in the order of their merges.

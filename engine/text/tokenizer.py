@@ -42,6 +42,7 @@ class Tokenizer:
         self.add_bos = add_bos and bos_token_id is not None
         self.chat_template = chat_template
         self.strips_leading_space = strips_leading_space
+        self.byte_token_ids = vocabulary.byte_token_ids
         self.vocab_size = vocabulary.size
         added = vocabulary.added_tokens
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)

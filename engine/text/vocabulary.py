@@ -44,6 +44,11 @@ class Vocabulary(Protocol):
     @property
     def added_tokens(self) -> Mapping[int, AddedToken]: ...
 
+    @property
+    def byte_token_ids(self) -> frozenset[int]:
+        """Tokens that are one byte as it is: a space among them marks no word and is never stripped."""
+        ...
+
     def encode(self, text: str, parse_special: bool, previous: int | None) -> list[int]:
         """Token ids of `text`, which comes after the token `previous`, or at the very start.
 
@@ -58,6 +63,8 @@ class Vocabulary(Protocol):
 
 class FastVocabulary:
     """A vocabulary of the `tokenizers` library. Not safe to use from several threads at once."""
+
+    byte_token_ids: frozenset[int] = frozenset()  # the library's own decoders strip a space of either kind
 
     def __init__(self, backend: tokenizers.Tokenizer, spelling: TokenSpelling) -> None:
         self._backend = backend

@@ -143,6 +143,13 @@ def test_any_tokens_are_decoded_as_sentencepiece_decodes_them(trained: Trained, 
     assert decoded == expected
 
 
+def test_a_space_spelled_as_a_byte_is_kept_at_the_start(trained: Trained) -> None:
+    space = trained.oracle.piece_to_id("<0x20>")
+    if not trained.oracle.is_byte(space):
+        pytest.skip("this vocabulary has no byte tokens")
+    assert trained.gguf.decode([space]) == trained.oracle.decode([space])
+
+
 def test_bos_and_end_tokens_come_from_the_file_or_are_sentencepieces_own(trained: Trained, tmp_path: Path) -> None:
     for tokenizer in (trained.gguf, trained.folder):
         assert (tokenizer.bos_token_id, tokenizer.add_bos) == (1, True)
