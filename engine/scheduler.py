@@ -23,17 +23,21 @@ class ScheduledRequest:
 
     `samples` is true when the chunk reaches the request's last token, so that its last row of
     logits chooses the next token; a prefill chunk in the middle of a prompt yields none. Tokens
-    beyond the request's own are its drafts.
+    beyond the request's own are its drafts. With a `source_row` the one token is none of those: it is
+    what that row of the step before chooses, which nobody but the device may know yet.
     """
 
     request: Request
     start: int
     num_new_tokens: int
     samples: bool
+    source_row: int | None = None
 
     @property
     def num_drafts(self) -> int:
         """How many of the tokens are drafts; holds until the step is committed."""
+        if self.source_row is not None:
+            return 0
         return max(0, self.start + self.num_new_tokens - self.request.num_tokens)
 
 
@@ -90,6 +94,9 @@ class Scheduler:
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         self._num_arrived = 0
+        # How much is attempted at once; less than the limits only after a step for which memory was short.
+        self._budget = max_batched_tokens
+        self._most_running = max_num_seqs
 
     @property
     def has_work(self) -> bool:
@@ -136,7 +143,7 @@ class Scheduler:
         that while prompts wait to be computed.
         """
         drafting = [r for r in self.running if r.params.speculation and _is_decode(r)]
-        left = self.max_batched_tokens - len(self.running)
+        left = self._budget - len(self.running)
         if self.waiting or not all(map(_is_decode, self.running)):
             left //= 2
         room: dict[Request, int] = {}
@@ -154,6 +161,8 @@ class Scheduler:
         """
         chosen: dict[Request, ScheduledRequest] = {}
         preempted: list[Request] = []
+        if not self.running:
+            self._budget, self._most_running = self.max_batched_tokens, self.max_num_seqs
         for request in self.running:
             if self._update_floor(request):
                 self._release(request)
@@ -162,12 +171,52 @@ class Scheduler:
         prefills = [request for request in self.running if not _is_decode(request)]
         for request in prefills:
             request.draft_token_ids.clear()
-        budget = self._schedule_running(decodes, self.max_batched_tokens, chosen, preempted)
+        budget = self._schedule_running(decodes, self._budget, chosen, preempted)
         budget = self._schedule_drafts(decodes, budget, chosen, preempted)
         budget = self._schedule_running(prefills, budget, chosen, preempted)
         if not preempted:
             self._admit(chosen, budget)
         return StepPlan(list(chosen.values()), preempted)
+
+    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """Plans the step after `plan`, which is not committed yet: every answer goes on from the token it will get.
+
+        None where another step may be better: a prompt is not computed to its end, drafts are verified, somebody
+        could be admitted, or blocks are short. An answer that ends with the token it gets computes one in vain, for
+        which `commit` has no use; one that ends there for sure, by its limit, is left out.
+        """
+        rows = {entry.request: row for row, entry in enumerate(e for e in plan.scheduled if e.samples)}
+        if any(entry.num_drafts for entry in plan.scheduled) or any(r not in rows for r in self.running):
+            return None
+        going_on = [r for r in self.running if r.num_output_tokens + 1 < r.max_tokens]
+        missing = sum(max(0, self.pool.blocks_for(r.num_tokens + 1) - len(r.block_table)) for r in going_on)
+        if missing > self.pool.num_free or any(self._floor(r, 1) != r.length_floor for r in going_on):
+            return None
+        if not going_on or self._admissible() is not None:
+            return None
+        for request in going_on:
+            grown = self._grow(request, request.num_tokens + 1)
+            assert grown, "room was checked"
+        return StepPlan([ScheduledRequest(r, r.num_tokens, 1, True, source_row=rows[r]) for r in going_on], [])
+
+    def retreat(self, plan: StepPlan) -> bool:
+        """Gives up a planned step for which the device had no memory, and attempts less at once until all is done.
+
+        The budget shrinks to half of what was tried; where every request had its one token only, the newest is
+        preempted and waits for the others. False if nothing is left to give up.
+        """
+        num_tokens = sum(entry.num_new_tokens for entry in plan.scheduled)
+        for request in self.running:
+            request.draft_token_ids.clear()
+            self._return_unneeded(request)
+        if num_tokens > len(self.running):
+            self._budget = max(len(self.running), num_tokens // 2)
+        elif len(self.running) > 1:
+            self._preempt(self.running[-1])
+            self._most_running = len(self.running)
+        else:
+            return False
+        return True
 
     def _schedule_running(
         self,
@@ -232,13 +281,8 @@ class Scheduler:
         return max(0, min(wanted, (blocks + max(0, spare)) * self.pool.block_size - request.num_tokens))
 
     def _admit(self, chosen: dict[Request, ScheduledRequest], budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            self._update_floor(request)
-            hits = self.pool.match_prefix(request)
-            if not self._has_room(request, hits):
-                break
-            self.waiting.popleft()
+        while budget > 0 and (hits := self._admissible()) is not None:
+            request = self.waiting.popleft()
             self._begin(request, hits)
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
@@ -251,6 +295,15 @@ class Scheduler:
             assert grown, "room was checked"
             chosen[request] = self._planned(request, num_new_tokens)
             budget -= num_new_tokens
+
+    def _admissible(self) -> list[int] | None:
+        """The cached blocks that the first waiting request starts with, if it may run now."""
+        if not self.waiting or len(self.running) >= self._most_running:
+            return None
+        request = self.waiting[0]
+        self._update_floor(request)
+        hits = self.pool.match_prefix(request)
+        return hits if self._has_room(request, hits) else None
 
     def _begin(self, request: Request, hits: list[int]) -> None:
         self.pool.acquire(hits, request.owner_slot)
@@ -335,10 +388,14 @@ class Scheduler:
             if end is not None:
                 self.finish(request, *end)
                 continue
-            unneeded = request.block_table[self.pool.blocks_for(request.num_tokens) :]
-            if unneeded:
-                self.pool.release(unneeded, request.owner_slot)
-                del request.block_table[-len(unneeded) :]
+            self._return_unneeded(request)
+
+    def _return_unneeded(self, request: Request) -> None:
+        """Gives the blocks back that only drafts needed."""
+        unneeded = request.block_table[self.pool.blocks_for(request.num_tokens) :]
+        if unneeded:
+            self.pool.release(unneeded, request.owner_slot)
+            del request.block_table[-len(unneeded) :]
 
     def _end(self, request: Request, token_id: int) -> tuple[FinishReason, int | None] | None:
         """Why the answer ends with its newest token, if it does."""

@@ -49,12 +49,18 @@ class SimulatedModel:
     def slot(self, request: Request, position: int) -> int:
         return request.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
-    def execute(self, plan: StepPlan) -> list[list[int]]:
-        """Writes the KV of known tokens and drafts alike, then verifies the drafts."""
+    def execute(self, plan: StepPlan, before: list[list[int]] | None = None) -> list[list[int]]:
+        """Writes the KV of known tokens and drafts alike, then verifies the drafts.
+
+        `before` is what the step before gave, from which a plan made ahead takes its tokens.
+        """
         sampled = []
+        rows = [tokens[-1] for tokens in before or [] if tokens]
         for entry in plan.scheduled:
             request, end = entry.request, entry.start + entry.num_new_tokens
             tokens = request.token_ids + request.draft_token_ids
+            if entry.source_row is not None:
+                tokens = [*request.token_ids, rows[entry.source_row]]
             kv = [self.slots[self.slot(request, position)] for position in range(entry.start)]
             for position in range(entry.start, end):
                 kv.append(digest(tokens[position], *kv))

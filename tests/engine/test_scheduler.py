@@ -268,7 +268,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted_whatever_room_there_seems_t
         scheduler.add(request(name, [token] * 4, max_tokens=9))
     step(scheduler, model)
     scheduler.add(request("late", [2], max_tokens=2))
-    monkeypatch.setattr(scheduler, "max_num_seqs", 2)
+    monkeypatch.setattr(scheduler, "_most_running", 2)
     while not (plan := scheduler.schedule()).preempted:
         scheduler.commit(plan, model.execute(plan))
         monkeypatch.setattr(scheduler, "_has_room", lambda request, hits: True)
@@ -276,8 +276,74 @@ def test_nobody_is_admitted_in_a_step_that_preempted_whatever_room_there_seems_t
     assert [each.request_id for each in scheduler.waiting] == ["new", "late"]
 
 
+def test_a_step_is_planned_ahead_where_all_there_is_to_do_is_one_more_token_for_everybody():
+    scheduler, _ = make(num_blocks=8, block_size=4, max_num_seqs=2, max_batched_tokens=8)
+    for name, max_tokens in (("a", 2), ("b", 9)):
+        scheduler.add(request(name, [0] * 4, max_tokens))
+    first = scheduler.schedule()
+    second = scheduler.schedule_ahead(first)
+    assert second is not None
+    planned = [(e.request.request_id, e.start, e.num_new_tokens, e.source_row, e.num_drafts) for e in second.scheduled]
+    assert planned == [("a", 4, 1, 0, 0), ("b", 4, 1, 1, 0)]
+    scheduler.commit(first, [[1], [1]])
+    third = scheduler.schedule_ahead(second)
+    assert third is not None
+    # "a" has its two tokens then.
+    assert [(e.request.request_id, e.start, e.source_row) for e in third.scheduled] == [("b", 5, 1)]
+    scheduler.commit(second, [[1], [1]])
+    scheduler.add(request("c", [0] * 4))
+    assert scheduler.schedule_ahead(third) is None, "somebody could be admitted"
+
+
+@pytest.mark.parametrize("obstacle", ["a chunk in the middle of a prompt", "drafts", "no free block", "the limit"])
+def test_no_step_is_planned_ahead_where_another_may_be_needed(obstacle):
+    num_blocks = 2 if obstacle == "no free block" else 16
+    scheduler, _ = make(num_blocks=num_blocks, block_size=4, max_batched_tokens=8)
+    length = 12 if obstacle == "a chunk in the middle of a prompt" else 8 if obstacle == "no free block" else 5
+    scheduler.add(request("a", [0] * length, max_tokens=1 if obstacle in ("the limit", "no free block") else 9))
+    plan = scheduler.schedule()
+    if obstacle == "no free block":
+        plan.scheduled[0].request.max_tokens = 9
+    if obstacle == "drafts":
+        scheduler.commit(plan, [[0]])
+        plan.scheduled[0].request.draft_token_ids = [1, 2]
+        plan = scheduler.schedule()
+    assert scheduler.schedule_ahead(plan) is None
+
+
+def test_a_step_without_memory_is_tried_again_with_less():
+    scheduler, model = make(num_blocks=32, block_size=4, max_num_seqs=4, max_batched_tokens=16)
+    for name in ("a", "b"):
+        scheduler.add(request(name, [0] * 8))
+
+    def planned(plan):
+        return plan, tokens_of(plan)
+
+    plan, tokens = planned(scheduler.schedule())
+    assert tokens == {"a": 8, "b": 8}
+    assert scheduler.retreat(plan)
+    plan, tokens = planned(scheduler.schedule())
+    assert tokens == {"a": 8}
+    scheduler.commit(plan, model.execute(plan))
+    plan, tokens = planned(scheduler.schedule())
+    assert tokens == {"a": 1, "b": 7}
+    assert scheduler.retreat(plan)
+    plan, tokens = planned(scheduler.schedule())
+    assert tokens == {"a": 1, "b": 3}
+    while tokens != {"a": 1, "b": 1}:
+        scheduler.commit(plan, model.execute(plan))
+        plan, tokens = planned(scheduler.schedule())
+    assert scheduler.retreat(plan), "the newest waits"
+    plan, tokens = planned(scheduler.schedule())
+    assert tokens == {"a": 1} and scheduler.num_preemptions == 1
+    assert not scheduler.retreat(plan), "one token of one request is the least"
+    run(scheduler, model)
+    scheduler.add(request("c", [1] * 16, max_tokens=1))
+    assert tokens_of(scheduler.schedule()) == {"c": 16}, "the budget is whole again"
+
+
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, cancels, failures, drafts and steps over small pools full of shared prefixes."""
+    """Random arrivals, cancels, failures, drafts, steps ahead and short memory over small pools of shared prefixes."""
 
     @initialize(
         num_blocks=st.integers(3, 24),
@@ -372,6 +438,35 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.dropped.add(victim.request_id)
             self.scheduler.finish(victim, "cancelled")
         self.scheduler.commit(plan, sampled)
+
+    @rule(data=st.data(), count=st.integers(1, 6))
+    def run_ahead(self, data, count):
+        """Every step is planned and computed before the one in front of it is committed."""
+        plan = self.scheduler.schedule()
+        sampled = self.model.execute(plan)
+        for _ in range(count):
+            ahead = self.scheduler.schedule_ahead(plan)
+            going_on = None if ahead is None else self.model.execute(ahead, sampled)
+            if self.alive() and data.draw(st.integers(0, 9)) == 0:
+                victim = data.draw(st.sampled_from(self.alive()))
+                self.dropped.add(victim.request_id)
+                self.scheduler.finish(victim, "cancelled")
+            self.scheduler.commit(plan, sampled)
+            self.scheduler.check_integrity()
+            if ahead is None or going_on is None:
+                return
+            plan, sampled = ahead, going_on
+        self.scheduler.commit(plan, sampled)
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule()
+    def memory_is_short(self):
+        for request in self.scheduler.running:
+            request.draft_token_ids = self.guess(request)
+        if not self.scheduler.retreat(self.scheduler.schedule()):
+            (last,) = self.scheduler.running
+            self.dropped.add(last.request_id)
+            self.scheduler.finish(last, "error")
 
     @invariant()
     def nothing_is_lost(self):
