@@ -13,6 +13,7 @@ import pytest
 from engine.protocol import ChatMessage
 from engine.text import chat_template as module
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
+from engine.text.template_environment import environment
 from engine.text.tokenizer import load_tokenizer
 
 CHATML = (
@@ -60,6 +61,50 @@ def test_rendering_equals_transformers(starter_model: Path) -> None:
             for prompt in (True, False):
                 rendered = render_jinja_template([plain], chat_template=source, add_generation_prompt=prompt)[0]
                 assert ChatTemplate(source).render(messages, prompt) == rendered[0]
+
+
+# What templates make use of, and what the sandbox refuses: everything that transformers adds to Jinja.
+IN_TRANSFORMERS_WAY = (
+    "{{ messages | tojson(indent=2) }}{{ {'b': 1, 'a': 'é<'} | tojson(sort_keys=true, separators=(',', ':')) }}",
+    "{%- set ns = namespace(n=0, self=1) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{% continue %}{% endfor %}end",
+    "{% set a = 1 %}{% generation %}{% set a = 2 %}in{{ a }}{% endgeneration %}out{{ a }}",
+    "  {% if true %}  \n  trimmed\n  {% endif %}\n{{ dict(a=1) }}{{ dict.fromkeys('ab', 1) }}",
+    "{{ strftime_now('%Y') }}{{ messages[0].content.__class__ }}",
+    "{{ namespace(_a=1)._a }}",
+    "{{ namespace({'__class__': 1}) }}",
+    "{{ dict.__class__.__mro__ }}{{ ''.__class__.__mro__ }}",
+    "{{ messages.append(1) }}",
+    "{{ raise_exception('no') }}",
+    "{{ undefined_thing.attribute }}",
+)
+
+
+@pytest.mark.parametrize("source", IN_TRANSFORMERS_WAY)
+def test_a_template_does_what_it_does_in_transformers(source: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    plain = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    try:
+        expected: Any = render_jinja_template([plain], chat_template=source)[0][0]
+    except Exception as error:
+        expected = type(error)
+    try:
+        found: Any = ChatTemplate(source).render(chat("u: hi", "a: yes"), False)
+    except ChatTemplateError as error:
+        found = type(error.__cause__)
+    assert found == expected
+
+
+def test_the_sandbox_has_the_names_of_that_in_transformers_and_no_others() -> None:
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    theirs = _compile_jinja_template("").environment
+    ours = environment(module.MAX_OUTPUT_CHARS)
+    for names in ("filters", "tests", "globals"):
+        assert getattr(ours, names).keys() == getattr(theirs, names).keys()
+    tags = [{tag for each in env.extensions.values() for tag in each.tags} for env in (ours, theirs)]
+    assert tags[0] == tags[1]
 
 
 def test_special_tokens_are_known_to_the_template() -> None:
@@ -175,7 +220,7 @@ def test_a_runaway_template_is_stopped(kind: str, monkeypatch: pytest.MonkeyPatc
 def test_a_runaway_template_is_stopped_in_any_thread_and_only_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TIME_LIMIT", 0.2)
     honest = ChatTemplate(CHATML)
-    honest.render(chat("u: hi"))  # imports transformers, which takes about a second
+    honest.render(chat("u: hi"))
     errors: list[BaseException] = []
 
     def render() -> None:
