@@ -6,19 +6,20 @@ limits of our own on time and size.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from types import FrameType, TracebackType
-from typing import Any
-
-import jinja2
+from typing import TYPE_CHECKING, Any
 
 from engine.protocol import ChatMessage
 from engine.text.messages import fold_system, merge_neighbours, without_empty_answers
-from engine.text.template_environment import LimitExceeded, environment
+
+if TYPE_CHECKING:
+    import jinja2
 
 # CPU seconds of the rendering thread, so that a busy machine fails no honest template.
 TIME_LIMIT = 5.0
@@ -27,6 +28,8 @@ MAX_OUTPUT_CHARS = 1 << 25
 _EVENTS_PER_LOOK = 32
 # What Jinja calls the code of a template that is no file.
 _TEMPLATE_FILE = "<template>"
+# Of one string or list that an operator in a template may build.
+_MAX_OPERAND_SIZE = 1 << 20
 
 
 class ChatTemplateError(ValueError):
@@ -96,8 +99,12 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
+        import jinja2
+
+        from engine.text.template_environment import environment
+
         try:
-            return environment(MAX_OUTPUT_CHARS).from_string(self.source)
+            return environment(_guard).from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(f"is not valid: {error.message}", error.lineno) from error
         except (RecursionError, MemoryError, OverflowError, ValueError, SyntaxError) as error:
@@ -120,8 +127,8 @@ class ChatTemplate:
                     pieces.append(piece)
                     size += len(piece)
                     if size > MAX_OUTPUT_CHARS:
-                        raise LimitExceeded(f"writes more than {MAX_OUTPUT_CHARS} characters")
-        except LimitExceeded as error:
+                        raise _LimitExceeded(f"writes more than {MAX_OUTPUT_CHARS} characters")
+        except _LimitExceeded as error:
             line = _template_line(error.__traceback__)
             raise ChatTemplateError(f"was stopped: it {error}", line, over_limit=True) from None
         except Exception as error:  # whatever a stranger's code raises
@@ -130,14 +137,18 @@ class ChatTemplate:
         return "".join(pieces)
 
 
+class _LimitExceeded(BaseException):
+    """Not an `Exception`, so that nothing on the way out of a template takes it for one of its own."""
+
+
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Ends the block with `LimitExceeded` when this thread has computed for `seconds`.
+    """Ends the block with `_LimitExceeded` when this thread has computed for `seconds`.
 
     Python has no way to stop a thread from outside, so the thread looks at its own clock: a
     trace function runs at every call and before every line of a template, which Jinja
     compiles to Python. What a single operation in C can cost is bounded by
-    the environment's guarded operators and by the sandbox's limit on `range`.
+    `_guard` and by the sandbox's limit on `range`.
     """
     deadline = time.thread_time() + seconds
     events = 0
@@ -146,7 +157,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         nonlocal events
         events += 1
         if events % _EVENTS_PER_LOOK == 0 and time.thread_time() > deadline:
-            raise LimitExceeded(f"ran for more than {seconds:g} s")
+            raise _LimitExceeded(f"ran for more than {seconds:g} s")
         # Lines of Jinja's own functions need no look: each is short, and a template calls them again and again.
         return look_at_clock if frame.f_code.co_filename == _TEMPLATE_FILE else None
 
@@ -156,6 +167,27 @@ def _time_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         sys.settrace(previous)
+
+
+def _guard(operator: str, left: Any, right: Any) -> None:
+    """Refuses the operations with which a few characters of template ask for gigabytes."""
+    too_large = False
+    if operator == "*":
+        for sequence, count in ((left, right), (right, left)):
+            if isinstance(sequence, (str, list, tuple)) and isinstance(count, int):
+                too_large |= len(sequence) * count > _MAX_OPERAND_SIZE
+        if isinstance(left, int) and isinstance(right, int):
+            too_large |= left.bit_length() + right.bit_length() > _MAX_OPERAND_SIZE
+    elif operator == "**":
+        if isinstance(left, int) and isinstance(right, int):
+            too_large = left.bit_length() * right > _MAX_OPERAND_SIZE
+    elif operator == "+":
+        if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+            too_large = len(left) + len(right) > MAX_OUTPUT_CHARS
+    elif operator == "%" and isinstance(left, str):
+        too_large = re.search(r"\*|\d{6}", left) is not None
+    if too_large:
+        raise _LimitExceeded(f"builds too large a value with {operator!r}")
 
 
 def _template_line(traceback: TracebackType | None) -> int | None:

@@ -7,7 +7,6 @@ against each other.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import lru_cache
@@ -19,8 +18,8 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Of one string or list that an operator in a template may build.
-_MAX_OPERAND_SIZE = 1 << 20
+Guard = Callable[[str, Any, Any], None]
+"""Called with an operator, what stands left of it and what stands right."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -83,16 +82,12 @@ def _strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
 
 
-class LimitExceeded(BaseException):
-    """A template was stopped. Not an `Exception`, so that nothing on its way out takes it for one of its own."""
-
-
 class _GuardedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
-    def __init__(self, max_output_chars: int) -> None:
+    def __init__(self, guard: Guard) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
-        self._max_output_chars = max_output_chars
+        self._guard = guard
         filters: Mapping[str, Callable[..., Any]] = {"tojson": _to_json}
         self.filters.update(filters)
         self.globals.update(
@@ -100,31 +95,11 @@ class _GuardedEnvironment(ImmutableSandboxedEnvironment):
         )
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if self._is_too_large(operator, left, right):
-            raise LimitExceeded(f"builds too large a value with {operator!r}")
+        self._guard(operator, left, right)
         return super().call_binop(context, operator, left, right)
-
-    def _is_too_large(self, operator: str, left: Any, right: Any) -> bool:
-        """Whether a few characters of template ask for gigabytes."""
-        if operator == "*":
-            if isinstance(left, int) and isinstance(right, int):
-                return left.bit_length() + right.bit_length() > _MAX_OPERAND_SIZE
-            return any(
-                isinstance(sequence, (str, list, tuple))
-                and isinstance(count, int)
-                and len(sequence) * count > _MAX_OPERAND_SIZE
-                for sequence, count in ((left, right), (right, left))
-            )
-        if operator == "**":
-            both = isinstance(left, int) and isinstance(right, int)
-            return both and left.bit_length() * right > _MAX_OPERAND_SIZE
-        if operator == "+":
-            both = isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple))
-            return both and len(left) + len(right) > self._max_output_chars
-        return isinstance(left, str) and re.search(r"\*|\d{6}", left) is not None
 
 
 @lru_cache(maxsize=1)
-def environment(max_output_chars: int) -> ImmutableSandboxedEnvironment:
-    """Compiles chat templates. Raises `LimitExceeded` where an operator would build too large a value."""
-    return _GuardedEnvironment(max_output_chars)
+def environment(guard: Guard) -> ImmutableSandboxedEnvironment:
+    """Compiles chat templates, whose operators * ** + % are shown to `guard` first, which may raise."""
+    return _GuardedEnvironment(guard)
