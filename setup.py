@@ -45,7 +45,8 @@ class BuildNative(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         msvc = self.compiler.compiler_type == "msvc"
-        machine = platform.machine().lower()
+        # Python's own name for a platform other than this one, where a cross compiler builds for that.
+        machine = os.environ.get("_PYTHON_HOST_PLATFORM", platform.machine()).rpartition("-")[2].lower()
         on_x86, on_arm = machine in ("x86_64", "amd64"), machine in ("aarch64", "arm64")
         sets = (X86_MSVC if msvc else X86) if on_x86 else ARM if on_arm and not msvc else {}
         # KVASIR_NATIVE_FLAGS serves sanitizer builds: it goes to the compiler and the linker.
@@ -63,7 +64,7 @@ class BuildNative(build_ext):
         # The portable objects come first: of an inline function that several objects
         # hold, the linker keeps the first, and that one must run on every processor.
         work = [("isa_kernels.cpp", [], [("KV_ISA", "kv_portable")], "portable")]
-        work += [(name, [], have, "common") for name in ("program.cpp", "pack.cpp", "threads.cpp")]
+        work += [(name, [], have, "common") for name in ("program.cpp", "sampling.cpp", "pack.cpp", "threads.cpp")]
         work += [("isa_kernels.cpp", flags, [("KV_ISA", f"kv_{name}")], name) for name, flags in usable.items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the kernels of each set take most of a minute
             objects = [made for part in pool.map(lambda item: compile_source(*item), work) for made in part]

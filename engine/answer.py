@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from engine.protocol import FinishReason, RequestMetrics, TokenLogprob
 from engine.request import Request
+from engine.sampling.counts import CountTables
+from engine.sampling.logprobs import RawLogprobs
 from engine.sampling.rows import RequestSampling
-from engine.sampling.sampler import RawLogprobs
 from engine.text.detokenizer import Detokenizer
 from engine.text.stops import StopChecker
 from engine.text.tokenizer import Tokenizer
@@ -48,9 +49,9 @@ class Answer:
     No stop string is looked for in the tokens that `min_tokens` demands.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, counts: CountTables) -> None:
         self.request = request
-        self.sampling = RequestSampling(request)
+        self.sampling = RequestSampling(request, counts)
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopChecker(request.params.stop)

@@ -23,8 +23,10 @@ from engine.parameters import SamplingParams
 from engine.protocol import EngineConfig, MemoryBreakdown, StepEntry, Telemetry
 from engine.request import Request
 from engine.runner import Runner, teacher_forced
-from engine.sampling.sampler import SamplingRow
-from engine.sampling.verify import Drafts, Verified, verify
+from engine.sampling.batch import forget_settings
+from engine.sampling.counts import CountTables
+from engine.sampling.rows import SamplingRow
+from engine.sampling.verify import Drafts, Verification, Verified, verify
 from engine.scheduler import ScheduledRequest, Scheduler, StepPlan
 from engine.speculation.base import Drafter
 from engine.speculation.ngram import NgramDrafter
@@ -35,6 +37,27 @@ BAD_LOGITS = (
     "The model produced numbers that are no probabilities (NaN or infinity) for this request. "
     "Its weights may be damaged, or the compute type too narrow: try dtype='fp32', or download the model again."
 )
+
+
+NO_MEMORY = (
+    "The device has no memory left even for one token of this request alone ({error}). Close other programs that use "
+    "it, or load the model with a shorter context or a smaller KV cache."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedStep:
+    """A step that the device computes, or is about to. Times are monotonic seconds."""
+
+    plan: StepPlan
+    entries: list[StepEntry]
+    start: float
+    planned: float
+    sampled: Verification
+
+    @property
+    def is_wanted(self) -> bool:
+        return not all(entry.request.is_finished for entry in self.plan.scheduled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +89,14 @@ class Engine:
         # Ids beyond the tokenizer's are padding of the weights: they mean nothing and are never drawn.
         self._vocab_size = min(info.vocab_size, parts.tokenizer.vocab_size)
         self._answers: dict[str, Answer] = {}
+        self._counts = CountTables()
         self._outputs: list[RequestOutput] = []
         self._block_map_shown = False
         self._draft = parts.draft
+        self.looks_ahead = torch.device(info.device).type == "cuda"
+        """Whether steps are queued ahead; where the host computes them itself, there is nothing to wait for."""
+        self._ahead: _QueuedStep | None = None
+        self._last_end = 0.0
         self.speculation = self._make_speculation(parts)
 
     def _make_speculation(self, parts: EngineParts) -> Speculation | None:
@@ -126,7 +154,7 @@ class Engine:
         if vacated is not None:
             self.pool.forget_owner(vacated)
         self.scheduler.add(request)
-        self._answers[request_id] = Answer(request, self.tokenizer)
+        self._answers[request_id] = Answer(request, self.tokenizer, self._counts)
         return AddedRequest(request.seed, max_tokens)
 
     @property
@@ -181,58 +209,124 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Computes one step for all requests together and returns what is new about them.
 
-        What goes wrong inside fails the requests of this step; the engine stays usable.
+        Where the device computes on its own, the next step is queued behind this one before the host waits for
+        its tokens. What goes wrong inside fails the requests of this step; the engine stays usable.
         """
-        if self._runner is not None and self.scheduler.has_work:
-            start = time.monotonic()
-            if self.speculation is not None:
-                self.speculation.propose(self.scheduler)
-            plan = self.scheduler.schedule()
-            planned = time.monotonic()
-            entries = [_step_entry(entry) for entry in plan.scheduled]
-            for entry in plan.scheduled:
-                if entry.request.scheduled_time is None:
-                    self.metrics.scheduled(entry.request, start)
-            try:
-                verified = self._execute(self._runner, plan)
-                seconds = time.monotonic() - planned
-                accepted = self._take_in(plan, verified)
-                entries = [replace(entry, accepted_tokens=count) for entry, count in zip(entries, accepted)]
-                if self.speculation is not None:
-                    self.speculation.observe(plan.scheduled, entries, seconds)
-            except Exception as error:
-                traceback.print_exc()
-                self._fail(plan, f"The engine failed in this step: {type(error).__name__}: {error}")
-            self.metrics.step_done(start, time.monotonic(), entries, len(plan.preempted))
+        if self._runner is not None:
+            queued, self._ahead = self._ahead, None
+            if queued is None or not queued.is_wanted:
+                queued = self._begin(self._runner) if self.scheduler.has_work else None
+            if queued is not None:
+                self._ahead = self._begin_ahead(self._runner, queued)
+                self._complete(queued)
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def _begin(self, runner: Runner) -> _QueuedStep | None:
+        """Plans a step and queues it; None where nothing could be."""
+        start = time.monotonic()
+        if self.speculation is not None:
+            self.speculation.propose(self.scheduler)
+        plan = self.scheduler.schedule()
+        planned = time.monotonic()
+        entries = [_step_entry(entry) for entry in plan.scheduled]
+        for entry in plan.scheduled:
+            if entry.request.scheduled_time is None:
+                self.metrics.scheduled(entry.request, start)
+        try:
+            return _QueuedStep(plan, entries, start, planned, self._execute(runner, plan))
+        except torch.OutOfMemoryError as error:
+            traceback.print_exc()
+            if self.scheduler.retreat(plan):
+                release_memory()
+            else:
+                self._fail(plan, NO_MEMORY.format(error=str(error).partition("\n")[0]))
+        except Exception as error:
+            traceback.print_exc()
+            self._fail(plan, f"The engine failed in this step: {type(error).__name__}: {error}")
+        self.metrics.step_done(start, time.monotonic(), entries, len(plan.preempted))
+        return None
+
+    def _begin_ahead(self, runner: Runner, queued: _QueuedStep) -> _QueuedStep | None:
+        """Queues the step after one whose tokens are not known yet, where that is all there is to do."""
+        # Drafts follow the latest token, which nobody knows yet.
+        if not self.looks_ahead or self.speculation is not None:
+            return None
+        plan = self.scheduler.schedule_ahead(queued.plan)
+        if plan is None:
+            return None
+        start = time.monotonic()
+        try:
+            sampled = self._execute(runner, plan, queued.sampled.token_ids)
+        except Exception:
+            # The requests are well; whatever is wrong comes up again in a step of their own.
+            traceback.print_exc()
+            return None
+        entries = [StepEntry(e.request.request_id, e.request.owner_slot, 0, 1) for e in plan.scheduled]
+        return _QueuedStep(plan, entries, start, start, sampled)
+
+    def _complete(self, queued: _QueuedStep) -> None:
+        """Waits for a step's tokens and takes them in."""
+        plan, entries = queued.plan, queued.entries
+        try:
+            verified = queued.sampled.result()
+            seconds = time.monotonic() - queued.planned
+            accepted = self._take_in(plan, verified)
+            entries = [replace(entry, accepted_tokens=count) for entry, count in zip(entries, accepted)]
+            if self.speculation is not None:
+                self.speculation.observe(plan.scheduled, entries, seconds)
+        except Exception as error:
+            traceback.print_exc()
+            self._ahead = None
+            self._fail(plan, f"The engine failed in this step: {type(error).__name__}: {error}")
+        # A step that was queued behind another begins where that one ended.
+        start, end = max(queued.start, self._last_end), time.monotonic()
+        self._last_end = end
+        self.metrics.step_done(start, end, entries, len(plan.preempted))
+
     @torch.inference_mode()
-    def _execute(self, runner: Runner, plan: StepPlan) -> list[Verified]:
-        """Results of the entries that sample, in their order."""
-        logits = runner.execute(plan)
+    def _execute(self, runner: Runner, plan: StepPlan, token_ids: torch.Tensor | None = None) -> Verification:
+        """Queues a step; its result will be that of the entries that sample, in their order.
+
+        token_ids int64 [num_rows]: what the step before chose, for a plan made ahead.
+        """
+        logits = runner.execute(plan, token_ids=token_ids)
         rows: list[SamplingRow] = []
         drafts: list[Drafts] = []
+        sources: list[int] = []
         for entry in plan.scheduled:
-            if entry.samples:
+            if not entry.samples:
+                continue
+            sampling = self._answers[entry.request.request_id].sampling
+            if entry.source_row is not None:
+                rows.append(sampling.row(pending=1))
+                drafts.append(Drafts())
+                sources.append(entry.source_row)
+            else:
                 own = self.speculation.drafts(entry.request) if self.speculation is not None else Drafts()
-                rows += self._answers[entry.request.request_id].sampling.rows(own.token_ids)
+                rows += sampling.rows(own.token_ids)
                 drafts.append(own)
-        return verify(logits, rows, drafts, self._vocab_size)
+                sources += [-1] * (len(own.token_ids) + 1)
+        return verify(logits, rows, drafts, self._vocab_size, token_ids, sources)
 
     def _take_in(self, plan: StepPlan, verified: list[Verified]) -> list[int]:
         """Returns how many drafts of each entry became part of its answer."""
         now = time.monotonic()
         results = iter(verified)
-        parts: list[AnswerPart] = []
+        parts: list[AnswerPart | None] = []
         for entry in plan.scheduled:
             result = next(results) if entry.samples else Verified([])
+            if entry.request.is_finished:  # while the step was queued
+                parts.append(None)
+                continue
             if result.token_ids is None:
                 self.scheduler.finish(entry.request, "error", error=BAD_LOGITS)
             parts.append(self._answers[entry.request.request_id].add(result.token_ids or [], result.logprobs))
-        self.scheduler.commit(plan, [part.token_ids for part in parts])
+        self.scheduler.commit(plan, [[] if part is None else part.token_ids for part in parts])
         for entry, part in zip(plan.scheduled, parts):
             request = entry.request
+            if part is None:
+                continue
             if part.token_ids:
                 self.metrics.tokens_made(request, len(part.token_ids), now)
             if part.stop is not None:
@@ -241,7 +335,7 @@ class Engine:
                 self._conclude(self._answers[request.request_id], part)
             elif part.token_ids:
                 self._outputs.append(RequestOutput(request.request_id, part.text, part.token_ids, part.logprobs))
-        return [max(0, len(part.token_ids) - 1) for part in parts]
+        return [0 if part is None else max(0, len(part.token_ids) - 1) for part in parts]
 
     def _stop(self, request: Request, stop: str) -> None:
         if request.is_finished:  # by the limit, with the same token
@@ -279,6 +373,7 @@ class Engine:
         )
         self.metrics.num_finished += 1
         self.owners.leave(request.owner)
+        answer.sampling.release()
         del self._answers[request.request_id]
         if self.speculation is not None:
             self.speculation.forget(request)
@@ -325,7 +420,7 @@ class Engine:
         if self._draft is not None:
             weights += self._draft.weight_bytes
             kv_cache += self._draft.runner.kv_bytes
-        return memory.WorkerParts(weights, kv_cache, self._workspace_bytes)
+        return memory.WorkerParts(weights, kv_cache, self._workspace_bytes + self._counts.nbytes)
 
     def check_integrity(self) -> None:
         """Asserts that no block is lost and none owned twice; to be called between steps."""
@@ -339,7 +434,9 @@ class Engine:
         """Cancels all requests and gives the memory of weights and KV cache back to the system."""
         for request_id in list(self._answers):
             self.cancel(request_id)
-        self._runner = self._draft = self.speculation = None
+        self._runner = self._draft = self.speculation = self._ahead = None
+        self._counts = CountTables()
+        forget_settings()
         release_memory()
 
 

@@ -6,7 +6,7 @@ from engine.exit_reason import SMALLER
 
 MAX_MESSAGE_CHARS = 1000
 """A damaged file may have any number of characters where its message quotes a name."""
-_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
+_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "_alloc_failed")
 
 
 def describe_error(error: BaseException) -> str:

@@ -105,6 +105,8 @@ class LLM:
         draft_model: str | None = None,
         num_draft_tokens: int = 4,
         quantization_group_size: Literal[32, 64, 128] = 32,
+        gpu_memory_share: float = 0.9,
+        cuda_graphs: bool = True,
     ) -> None:
         config = EngineConfig(
             model=str(model),
@@ -123,6 +125,8 @@ class LLM:
             draft_model=draft_model,
             num_draft_tokens=num_draft_tokens,
             quantization_group_size=quantization_group_size,
+            gpu_memory_share=gpu_memory_share,
+            cuda_graphs=cuda_graphs,
         )
         # A round trip through the wire format checks types and choices the way the worker does.
         config = msgspec.convert(msgspec.to_builtins(config), EngineConfig)

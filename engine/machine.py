@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import math
 import os
 import platform
-import sys
 from pathlib import Path
 
 import psutil
 import torch
 
-from engine import memory
+from engine import preflight
 from engine.protocol import PROTOCOL_VERSION, WorkerStarted
 from kernels import ops
 
@@ -23,17 +21,11 @@ _PACKAGES = ("torch", "triton", "transformers", "tokenizers")
 def describe_worker() -> WorkerStarted:
     """Looks at this process. Raises `RuntimeError` if `KVASIR_KERNELS` asks for kernels that cannot run here."""
     kernels = ops.kernel_backend()
-    warnings = []
-    if torch.cuda.is_available():
-        device, device_name = "cuda", torch.cuda.get_device_name(0)
-        if not ops.is_forced() and (reason := ops.why_no_triton_kernels()) is not None:
-            warnings.append(f"The engine runs on {device_name} without its own kernels, much slower: {reason}.")
-    else:
-        device, device_name = "cpu", processor_name()
-        if (reason := why_no_cuda()) is not None:
-            warnings.append(f"{reason} The engine runs on the CPU.")
-        if not ops.is_forced() and (reason := ops.why_no_cpu_kernels()) is not None:
-            warnings.append(f"The engine runs slower than it could: {reason}.")
+    on_gpu = preflight.why_no_cuda() is None
+    device, device_name = ("cuda", torch.cuda.get_device_name(0)) if on_gpu else ("cpu", processor_name())
+    warnings = preflight.warnings_on(device)
+    if not on_gpu and not ops.is_forced() and (reason := ops.why_no_cpu_kernels()) is not None:
+        warnings.append(f"The engine runs slower than it could: {reason}.")
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -51,28 +43,6 @@ def describe_worker() -> WorkerStarted:
         versions=versions,
         warnings=warnings,
     )
-
-
-def why_no_cuda() -> str | None:
-    """Why torch cannot use the NVIDIA GPU of this machine; None if there is no such GPU."""
-    gpu = memory.vram()
-    if isinstance(gpu, memory.NoGPU):
-        if Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists():
-            return f"There is an NVIDIA driver, but {gpu.reason[0].lower()}{gpu.reason[1:]}"
-        return None
-    if torch.version.cuda is None:
-        return (
-            f"{gpu.name} is not used: this torch ({torch.__version__}) has no CUDA. "
-            f"Install a CUDA build of it into {sys.executable}."
-        )
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return (
-            f"{gpu.name} is not used: torch (CUDA {torch.version.cuda}) cannot start it: {error}. "
-            "Update the NVIDIA driver."
-        )
-    return f"{gpu.name} is not used: CUDA_VISIBLE_DEVICES hides it."
 
 
 def processor_name() -> str:

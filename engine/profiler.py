@@ -271,13 +271,13 @@ def _watched_model(runner: Runner, measured: _Measured) -> list[tuple[object, st
             (decoder.head, "run", measured.timed_program(HEAD, decoder.head)),
         ]
     assert isinstance(runner, ModelRunner)
-    model, is_cuda = runner.loaded.model, runner.loaded.device.type == "cuda"
-    compute = model.logits
+    is_cuda = runner.loaded.device.type == "cuda"
+    compute = runner.compute
 
-    def logits(*arguments: Any) -> torch.Tensor:
-        result = compute(*arguments)
+    def compute_to_the_end(prepared: Callable[[], torch.Tensor]) -> torch.Tensor:
+        result = compute(prepared)
         if is_cuda:  # else its time would be booked where somebody waits for the result
             torch.cuda.synchronize()
         return result
 
-    return [(model, "logits", measured.watch.timed(MODEL, logits))]
+    return [(runner, "compute", measured.watch.timed(MODEL, compute_to_the_end))]

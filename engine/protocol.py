@@ -51,6 +51,16 @@ class EngineConfig(Struct, frozen=True):
     num_draft_tokens: int = 4
     quantization_group_size: Literal[32, 64, 128] = 32
     """Weights that share a scale and a zero point where `quantization` is "int4"."""
+    gpu_memory_share: float = 0.9
+    """The part of a GPU's memory that may be in use once the model is loaded, by all programs together: the KV cache
+    is cut to it. `num_kv_blocks` overrides it."""
+    cuda_graphs: bool = True
+    """Whether steps of usual sizes are captured while loading, on a GPU: each is then one call instead of hundreds."""
+
+    @property
+    def most_drafts(self) -> int:
+        """Tokens drafted for a sequence in a step at most."""
+        return self.num_draft_tokens if self.speculation is not None else 0
 
 
 # ---------------------------------------------------------------- commands
@@ -158,6 +168,8 @@ class ModelInfo(Struct, frozen=True):
     """What the weights were quantised to while loading."""
     speculation: Literal["ngram", "draft"] | None = None
     draft_model: str | None = None
+    warnings: list[str] = []
+    """What people should know of where it runs, such as why a GPU is not used."""
 
 
 class ModelLoaded(Event, frozen=True):
@@ -276,7 +288,7 @@ class WorkerDied(Event, frozen=True):
 class MemoryBreakdown(Struct, frozen=True):
     """Where the memory of one device is. The parts add up to `total`.
 
-    `kind` is "VRAM" on a GPU and "RAM" on a CPU. `workspace` is activations and scratch,
+    `kind` is "VRAM" on a GPU and "RAM" on a CPU. `workspace` is activations, scratch and captured graphs,
     `runtime` is interpreter, libraries and driver context of the worker, `other` what
     other processes (and the window) hold.
     """

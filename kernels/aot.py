@@ -61,9 +61,11 @@ def compile_case(name: str, target: str) -> list[Report]:
     capability = (9, 0) if is_amd else _capability(target)
     gpu = GPUTarget("hip", target, 64) if is_amd else GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
     reports = []
-    for launch in record(case, capability):
+    for launch in record(case, capability, runs_ptx=not is_amd):
         signature, constants, attributes = _signature(launch.kernel.arg_names, launch.args, launch.constants)
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        if launch.max_registers is not None:
+            options["maxnreg"] = launch.max_registers
         source = ASTSource(launch.kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=gpu, options=options)
         text = compiled.asm["amdgcn" if is_amd else "ptx"]
@@ -104,6 +106,7 @@ def _signature(
     import torch
 
     types = {
+        torch.float64: "*fp64",
         torch.float32: "*fp32",
         torch.float16: "*fp16",
         torch.bfloat16: "*bf16",
@@ -111,6 +114,7 @@ def _signature(
         torch.uint8: "*u8",
         torch.int32: "*i32",
         torch.int64: "*i64",
+        torch.bool: "*i1",
     }
     signature: dict[str, str] = {}
     values: dict[str, object] = {}

@@ -155,7 +155,7 @@ def _decode_q6_k(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # The 4-bit floats of the OCP microscaling formats, doubled.
-_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _looked_up(codes: torch.Tensor, values: tuple[int, ...]) -> torch.Tensor:
@@ -173,11 +173,14 @@ def _decode_iq4_xs(blocks: torch.Tensor, out: torch.Tensor) -> None:
     _scaled(_looked_up(spread_planes(blocks[:, 8:], 4, 16), _IQ4_VALUES), _half(blocks, 0) * scales, out)
 
 
+def half_powers(exponents: torch.Tensor) -> torch.Tensor:
+    """Half of 2^(e - 127), float32 for uint8 exponents; the two smallest are subnormal."""
+    exponents = exponents.int()
+    return torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23).view(torch.float32)
+
+
 def _decode_mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    exponents = blocks[:, :1].int()
-    # Half of 2^(e - 127), of which the two smallest are subnormal.
-    bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)
-    _scaled(_looked_up(spread_planes(blocks[:, 1:], 4, 16), _MXFP4_VALUES), bits.view(torch.float32), out)
+    _scaled(_looked_up(spread_planes(blocks[:, 1:], 4, 16), MXFP4_VALUES), half_powers(blocks[:, :1]), out)
 
 
 def _decode_scalar(dtype: torch.dtype) -> Callable[[torch.Tensor, torch.Tensor], None]:

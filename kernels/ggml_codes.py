@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.ggml import FORMATS, six_bit_pairs, spread_planes
+from kernels.ggml import FORMATS, half_powers, six_bit_pairs, spread_planes
 
-CODED_FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+CODED_FORMATS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
-    """A matrix whose element is (code - zero) * scale + minimum.
+    """A matrix whose element is (code - zero) * scale + minimum, for MXFP4 with MXFP4_VALUES[code] in code's place.
 
     codes uint8 [out, in], one to a byte though they have `bits` bits; scales and minimums float32 [out, groups].
     """
@@ -79,4 +79,8 @@ def _q6_k(blocks: torch.Tensor) -> _Parts:
     return codes, _half(blocks, 208) * blocks[:, 192:208].view(torch.int8), None, 32, 8
 
 
-_TAKERS = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
+def _mxfp4(blocks: torch.Tensor) -> _Parts:
+    return spread_planes(blocks[:, 1:], 4, 16), half_powers(blocks[:, :1]), None, 0, 4
+
+
+_TAKERS = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "MXFP4": _mxfp4}

@@ -16,7 +16,9 @@ class AttentionMetadata:
 
     Sequence `s` computes the last `query_lens[s]` of its `seq_lens[s]` tokens; position `p` of it
     lives in block `block_table[s, p // block_size]`, row `p % block_size`.
-    The lists are the host's copy of the tensors, so that no backend has to wait for a device.
+    The lists are the host's copy of the tensors, so that no backend has to wait for a device. With the bounds
+    given, a CUDA graph may be recorded with it and replayed for other sequences in the same tensors: then kernels
+    and their grids go by shapes, `max_query_len` and `max_seq_len` alone. A sequence may compute no token.
     """
 
     query_lens: list[int]
@@ -31,6 +33,9 @@ class AttentionMetadata:
     """int32 [num_seqs + 1]: first query row of each sequence."""
     seq_lens: torch.Tensor
     """int32 [num_seqs]: computed tokens including this step's."""
+    query_len_bound: int = 0
+    """What `max_query_len` says if it is not 0."""
+    seq_len_bound: int = 0
     plans: dict[Hashable, Any] = field(default_factory=dict)
     """What a backend prepared from this batch, kept for the other layers of the step."""
 
@@ -40,11 +45,11 @@ class AttentionMetadata:
 
     @property
     def max_query_len(self) -> int:
-        return max(self.query_lens, default=0)
+        return self.query_len_bound or max(self.query_lens, default=0)
 
     @property
     def max_seq_len(self) -> int:
-        return max(self.seq_lens_list, default=0)
+        return self.seq_len_bound or max(self.seq_lens_list, default=0)
 
     @classmethod
     def build(

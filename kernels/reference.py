@@ -31,11 +31,18 @@ def rope_and_write_kv(
     sin: torch.Tensor,
     kv_cache: KVLayer,
     slot_mapping: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     num_kv_heads = kv_cache.num_kv_heads
     num_rotated = qkv.shape[1] - num_kv_heads
     num_heads = num_rotated - num_kv_heads
-    rotated = rotate(qkv[:, :num_rotated], cos, sin)
+    queries_and_keys = qkv[:, :num_rotated]
+    if q_norm is not None and k_norm is not None:
+        queries, keys = queries_and_keys.split((num_heads, num_kv_heads), dim=1)
+        queries_and_keys = torch.cat((rms_norm(queries, q_norm, eps), rms_norm(keys, k_norm, eps)), dim=1)
+    rotated = rotate(queries_and_keys, cos, sin)
     kv_cache.write(slot_mapping, torch.cat((rotated[:, num_heads:], qkv[:, num_rotated:]), dim=1))
     return rotated[:, :num_heads]
 
@@ -95,6 +102,8 @@ def _sequence_parts(metadata: AttentionMetadata, window: int | None, q: torch.Te
         first_row = 0
         offsets = torch.arange(metadata.block_size, device=q.device)
         for table, query_len, seq_len in zip(metadata.block_tables, metadata.query_lens, metadata.seq_lens_list):
+            if query_len == 0:
+                continue
             start = seq_len - query_len
             # Keys before the window of the first query are seen by none.
             first_key = 0 if window is None else max(0, start - window + 1)

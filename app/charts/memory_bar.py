@@ -18,7 +18,7 @@ def parts_of(memory: MemoryBreakdown) -> tuple[Part, ...]:
     return (
         Part("Weights", "memory_weights", memory.weights, "the model's parameters"),
         Part("KV cache", "memory_kv", memory.kv_cache, "keys and values of every token the chats hold"),
-        Part("Workspace", "memory_workspace", memory.workspace, "activations and scratch space of a step"),
+        Part("Workspace", "memory_workspace", memory.workspace, "activations, scratch space and captured graphs"),
         Part("Runtime", "memory_runtime", memory.runtime, "interpreter, libraries and driver of the engine"),
         Part("Other", "memory_other", memory.other, "other programs and this window"),
         Part("Free", "memory_free", memory.free, "not used by anything"),

@@ -114,6 +114,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens guessed ahead at most",
     )
+    group.add_argument("--no-cuda-graphs", action="store_true", help="call a GPU's kernels one by one in every step")
     group.add_argument("--log", metavar="FILE", help="append the engine's own messages to this file")
 
 
@@ -132,6 +133,13 @@ def _add_precision_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--context", "--max-context", dest="max_context", type=_whole_number(1), metavar="TOKENS", help="of one chat"
+    )
+    group.add_argument(
+        "--gpu-memory-share",
+        type=_share,
+        default=EngineConfig(model="").gpu_memory_share,
+        metavar="X",
+        help="of a GPU's memory, for this and all other programs together [above 0 to 1, default 0.9]",
     )
 
 
@@ -209,6 +217,16 @@ def _price(text: str) -> float:
     if not 0 <= price < float("inf"):
         raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
     return price
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"must lie above 0 and up to 1, got {text}")
+    return share
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -78,18 +78,15 @@ def _memory() -> Finding:
 
 
 def _gpu() -> Finding:
+    """What the driver says; what torch can make of it is the engine's to tell."""
     gpu = memory.vram()
     if isinstance(gpu, memory.NoGPU):
         return Finding("GPU", "note", f"none in use, the processor computes. {gpu.reason}")
     free, total = memory.format_bytes(gpu.free), memory.format_bytes(gpu.total)
-    return Finding("GPU", "ok", f"{gpu.name}, {free} free of {total}, driver {_driver_version()}")
-
-
-def _driver_version() -> str:
-    import pynvml
-
-    pynvml.nvmlInit()
-    return pynvml.nvmlSystemGetDriverVersion()
+    text = f"{gpu.name}, {free} free of {total}, driver {memory.driver().version}"
+    if gpu.free >= memory.SCARCE_SHARE * gpu.total:
+        return Finding("GPU", "ok", text)
+    return Finding("GPU", "note", f"{text}: larger models need more", memory.close_others())
 
 
 def _display() -> Finding:
@@ -167,7 +164,7 @@ def _engine_parts(worker: WorkerStarted) -> Iterator[Finding]:
     if "triton" in versions:
         yield Finding("Triton", "ok", versions["triton"] + ("" if on_gpu else ", not needed on a processor"))
     elif on_gpu:
-        yield Finding("Triton", "note", "not installed: the GPU runs plain torch, slower", "pip install triton")
+        yield Finding("Triton", "note", "not installed: the GPU runs plain torch, slower")
     else:
         yield Finding("Triton", "ok", "not installed, not needed on a processor")
     forced = os.environ.get("KVASIR_KERNELS", "").strip()

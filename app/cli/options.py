@@ -39,6 +39,7 @@ def engine_config(arguments: argparse.Namespace, model: str, draft_model: str | 
         speculation=speculation,
         draft_model=draft_model,
         num_draft_tokens=arguments.num_draft_tokens,
+        cuda_graphs=not arguments.no_cuda_graphs,
         **memory_options(arguments),
     )
 
@@ -50,6 +51,7 @@ def memory_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "quantization": arguments.quantization,
         "quantization_group_size": arguments.group_size,
         "max_context": arguments.max_context,
+        "gpu_memory_share": arguments.gpu_memory_share,
         "max_num_seqs": 1,
     }
 

@@ -114,6 +114,9 @@ class ModelPanel(QScrollArea):
         self._facts.setHorizontalSpacing(SPACE_S + 4)
         self._facts.setVerticalSpacing(SPACE_XS)
         self._facts.setColumnStretch(1, 1)
+        self._warnings = label(role="danger", wrap=True)
+        self._warnings.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
+        self._warnings.hide()
         self._progress = QProgressBar()
         self._progress.setTextVisible(False)
         self._progress.setRange(0, 1000)
@@ -125,6 +128,7 @@ class ModelPanel(QScrollArea):
         inside.addLayout(top)
         inside.addWidget(self._name)
         inside.addLayout(self._facts)
+        inside.addWidget(self._warnings)
         inside.addWidget(self.memory)
         inside.addWidget(self._progress)
         inside.addWidget(self._stage)
@@ -187,6 +191,9 @@ class ModelPanel(QScrollArea):
             if (old := item.widget()) is not None:
                 old.hide()
                 old.deleteLater()
+        warnings = [] if model is None else model.warnings
+        self._warnings.setText("\n".join(warnings))
+        self._warnings.setVisible(bool(warnings))
         if model is None:
             return
         for row, (name, value) in enumerate(loaded_facts(model, self._engine.config)):

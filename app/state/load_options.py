@@ -155,7 +155,7 @@ def device_choices(worker: WorkerStarted | None) -> dict[str, tuple[str, str]]:
     if index == 0:
         choices["cuda"] = ("GPU", gpu.reason)
     elif worker is not None and worker.device == "cpu":
-        no_cuda = "The engine's torch cannot use it; see the warnings in the header."
+        no_cuda = next(iter(worker.warnings), "The engine's torch cannot use it.")
         choices |= {name: (title, no_cuda) for name, (title, _) in choices.items() if name.startswith("cuda")}
     return choices
 

@@ -29,7 +29,7 @@ class AttentionContext:
 class Attention:
     """Fused query, key and value projection, their norms, rope, cache write, attention, output projection.
 
-    `q_norm` and `k_norm` span one head each, or with a weight of that length all heads together.
+    `q_norm` and `k_norm`, of one eps, span one head each, or with weights of that length all heads together.
     `sinks` float32 [num_heads], see `kernels.ops.paged_attention`.
     """
 
@@ -85,19 +85,23 @@ class Attention:
     ) -> torch.Tensor:
         """hidden [num_tokens, hidden_size] -> the same shape; keys and values are written to kv_cache."""
         qkv = self.qkv(hidden)
+        q_norm, k_norm, eps = None, None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
-            self._normalise(qkv, self.q_norm, self.k_norm)
+            if self.q_norm.weight.shape[0] == self.k_norm.weight.shape[0] == self.head_dim:
+                q_norm, k_norm, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+            else:
+                self._normalise(qkv, self.q_norm, self.k_norm)
         qkv = qkv.view(-1, self.num_fused_heads, self.head_dim)
-        q = ops.rope_and_write_kv(qkv, cos, sin, kv_cache, metadata.slot_mapping)
+        q = ops.rope_and_write_kv(qkv, cos, sin, kv_cache, metadata.slot_mapping, q_norm, k_norm, eps)
         attended = ops.paged_attention(q, kv_cache, metadata, self.scale, self.window, self.soft_cap, self.sinks)
         return self.output(attended.view(attended.shape[0], -1))
 
     def _normalise(self, qkv: torch.Tensor, q_norm: RMSNorm, k_norm: RMSNorm) -> None:
+        """In place, norms that span all heads together."""
         widths = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
         queries, keys, _ = qkv.split(widths, dim=-1)
         for part, norm in ((queries, q_norm), (keys, k_norm)):
-            spans = part.unflatten(-1, (-1, norm.weight.shape[0]))
-            part.copy_(norm(spans).flatten(1))
+            part.copy_(norm(part))
 
     @property
     def nbytes(self) -> int:

@@ -63,11 +63,9 @@ class RotaryTable:
         cos, sin = self.cos[positions], self.sin[positions]
         if self._config.scaling == "dynamic" and self.cos.shape[0] > self._config.original_max_position:
             # Beyond the trained context every length has frequencies of its own: too many for a table.
-            for length in lengths[lengths > self._config.original_max_position].unique().tolist():
-                rows = lengths == length
-                frequencies = inverse_frequencies(self._config, length).to(positions.device)
-                angles = torch.outer(positions[rows].float(), frequencies)
-                cos[rows], sin[rows] = angles.cos(), angles.sin()
+            angles = positions.float().unsqueeze(1) * dynamic_frequencies(self._config, lengths)
+            is_long = (lengths > self._config.original_max_position).unsqueeze(1)
+            cos, sin = torch.where(is_long, angles.cos(), cos), torch.where(is_long, angles.sin(), sin)
         return cos, sin
 
 
@@ -84,12 +82,9 @@ def inverse_frequencies(config: RopeConfig, length: int = 0) -> torch.Tensor:
     (Llama 3.1 release), "dynamic" (NTK by length), "yarn" (Peng et al. 2023, https://arxiv.org/abs/2309.00071),
     "longrope" (Ding et al. 2024, https://arxiv.org/abs/2402.13753).
     """
-    base = config.base
     if config.scaling == "dynamic":
-        longer = max(length, config.original_max_position) / config.original_max_position
-        base *= (config.factor * longer - (config.factor - 1)) ** (config.dim / (config.dim - 2))
-    exponents = torch.arange(0, config.dim, 2, dtype=torch.int64).float() / config.dim
-    tokens_per_radian = base**exponents
+        return dynamic_frequencies(config, torch.tensor([length])).squeeze(0)
+    tokens_per_radian = config.base ** _exponents(config)
     if config.scaling == "longrope":
         factors = config.long_factors if length > config.original_max_position else config.short_factors
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * tokens_per_radian)
@@ -101,6 +96,21 @@ def inverse_frequencies(config: RopeConfig, length: int = 0) -> torch.Tensor:
     if config.scaling == "yarn":
         return _yarn(config, frequencies, 1.0 / (config.factor * tokens_per_radian))
     return frequencies
+
+
+def dynamic_frequencies(config: RopeConfig, lengths: torch.Tensor) -> torch.Tensor:
+    """As `inverse_frequencies` of "dynamic", for lengths int64 [num_tokens] on any device: [num_tokens, dim / 2].
+
+    Nothing waits for the device, so that a CUDA graph may hold it.
+    """
+    longer = lengths.double().clamp_min(config.original_max_position) / config.original_max_position
+    stretch = (config.factor * longer - (config.factor - 1)) ** (config.dim / (config.dim - 2))
+    base = (config.base * stretch).float().unsqueeze(1)
+    return 1.0 / base ** _exponents(config, lengths.device)
+
+
+def _exponents(config: RopeConfig, device: torch.device | None = None) -> torch.Tensor:
+    return torch.arange(0, config.dim, 2, dtype=torch.int64, device=device).float() / config.dim
 
 
 def _llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:

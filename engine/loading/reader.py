@@ -120,11 +120,11 @@ class WeightReader:
             if weight is not None:
                 return weight
         stored = [self._source.tensors[name] for name in names]
+        if self._triton and (tiled := self._triton_plain(names)) is not None:
+            return tiled
         if all(tensor.type == _STAYS_PACKED for tensor in stored):
             packed = torch.cat([self._source.stored_rows(name) for name in names]).to(self._device)
             return GGMLWeight(packed, _STAYS_PACKED, stored[0].shape[1])
-        if self._triton and (tiled := self._triton_plain(names)) is not None:
-            return tiled
         return DenseWeight(self._fused(names, self._dtype))
 
     def _triton_plain(self, names: list[str]) -> QuantWeight | None:

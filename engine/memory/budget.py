@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from engine.graph_sizes import most_tokens, num_graphs
 from engine.memory.measure import DeviceMemory, MemoryKind
-from engine.memory.precision import Hardware, kv_bytes_per_token, precision_of, weight_bytes
+from engine.memory.precision import PLAIN_BYTES, Hardware, kv_bytes_per_token, precision_of, weight_bytes
 from engine.memory.shape import ModelShape
 from engine.memory.text import format_bytes
+from engine.memory.workspace import graph_bytes, native_workspace_bytes, workspace_bytes
 from engine.protocol import EngineConfig
 
 # What a worker holds besides its tensors. RAM: interpreter, torch and transformers, measured at 280 MiB on the
@@ -18,24 +20,33 @@ from engine.protocol import EngineConfig
 RUNTIME_BYTES: dict[MemoryKind, int] = {"RAM": 320 << 20, "VRAM": 600 << 20}
 
 MIN_POOL_TOKENS = 16384
-# Of what is free once the weights are there, for the KV cache. RAM is somebody's desktop; of VRAM, the rest is for
-# activations.
-KV_CACHE_SHARE: dict[MemoryKind, float] = {"RAM": 0.25, "VRAM": 0.85}
+# Of the RAM that is free once the weights are there, for the KV cache: it is somebody's desktop.
+_RAM_SHARE = 0.25
+# VRAM that is left alone besides: what the allocator loses to rounding, kernels that are loaded late, and what the
+# driver takes for them.
+RESERVE_BYTES = 128 << 20
 # Tokens a step computes at most. A CPU needs about a millisecond for each even with a small model, and all
 # running answers wait for the step.
 BATCHED_TOKENS: dict[MemoryKind, int] = {"RAM": 128, "VRAM": 2048}
-# Rows of logits that the native decoder computes at once.
-_NATIVE_HEAD_ROWS = 32
 
 
-def planned_kv_tokens(max_context: int, max_num_seqs: int) -> int:
-    """Tokens the KV cache is made for where memory allows: one full context and several usual chats."""
-    return min(max_num_seqs * max_context, max(max_context, MIN_POOL_TOKENS))
+def planned_kv_tokens(kind: MemoryKind, max_context: int, max_num_seqs: int) -> int:
+    """Tokens the KV cache is made for where memory allows: in VRAM, which is there for it, every chat that can run
+    at once has its whole context; in RAM one has, or several usual chats."""
+    every = max_num_seqs * max_context
+    return every if kind == "VRAM" else min(every, max(max_context, MIN_POOL_TOKENS))
 
 
-def affordable_kv_bytes(kind: MemoryKind, free: int) -> int:
-    """The most a KV cache may take of the `free` bytes there are once the weights are loaded."""
-    return int(KV_CACHE_SHARE[kind] * max(0, free))
+def affordable_kv_bytes(device: DeviceMemory, gpu_memory_share: float, needed: int) -> int:
+    """The most a KV cache may take on a device that already holds the weights.
+
+    In RAM that is a share of what is free. Of what is free in VRAM the `needed` bytes are for activations and graphs,
+    a reserve for what nobody foresees, and of all there is the part beyond `gpu_memory_share` for other programs.
+    """
+    if device.kind == "RAM":
+        return int(_RAM_SHARE * max(0, device.free))
+    for_others = int((1.0 - gpu_memory_share) * device.total)
+    return max(0, device.free - for_others - needed - RESERVE_BYTES)
 
 
 def default_batched_tokens(kind: MemoryKind, max_num_seqs: int) -> int:
@@ -43,36 +54,14 @@ def default_batched_tokens(kind: MemoryKind, max_num_seqs: int) -> int:
     return max(BATCHED_TOKENS[kind], max_num_seqs)
 
 
-def workspace_bytes(shape: ModelShape, max_batched_tokens: int, max_num_seqs: int) -> int:
-    """Activations of one step in float32: residual, norm, q/k/v, attention output and both MLP halves for each
-    token, and logits, probabilities and a sorted copy for each sequence."""
-    attention = 2 * max(shape.kv_heads, default=0) * (shape.key_dim + shape.value_dim)
-    per_token = 4 * shape.hidden_size + attention + 3 * shape.intermediate_size
-    return 4 * (max_batched_tokens * per_token + 3 * max_num_seqs * shape.vocab_size)
-
-
-def native_workspace_bytes(shape: ModelShape, max_batched_tokens: int, four_bit: bool, eight_bit: bool) -> int:
-    """Buffers of the native decoder: residual, q/k/v, attention output and MLP in float32 and once more as inputs of
-    matrix products, for each token; logits for a few rows.
-
-    Inputs of plain matrices stay float32; of `eight_bit` ones they have 16 bits, of `four_bit` ones 8 or 16, and a
-    scale and a sum for each 32.
-    """
-    kv_heads = max(shape.kv_heads, default=0)
-    attended = shape.num_heads * shape.value_dim
-    qkv = (shape.num_heads + kv_heads) * shape.key_dim + kv_heads * shape.value_dim
-    floats = 4 * (shape.hidden_size + qkv + attended + shape.intermediate_size)
-    widths = shape.hidden_size + (0 if attended == shape.hidden_size else attended) + shape.intermediate_size
-    inputs = 2.25 * widths if four_bit or eight_bit else 4 * widths
-    if four_bit:
-        inputs += 1.25 * shape.hidden_size
-    if shape.has_norms_after:
-        floats += 4 * shape.hidden_size
-    if shape.experts_per_token:  # the router's input twice, and a row in and one out for each expert's share
-        a_share = 4 + (2.25 if four_bit or eight_bit else 4)
-        floats += int(shape.hidden_size * (2 * 4 + shape.experts_per_token * a_share))
-    head = _NATIVE_HEAD_ROWS * 4 * (2 * shape.hidden_size + shape.vocab_size)
-    return int(max_batched_tokens * (floats + inputs)) + head
+def graph_allowance(shape: ModelShape, config: EngineConfig) -> int:
+    """What CUDA graphs will take, which only our own decoder has: the cache is made before they are."""
+    if config.backend == "transformers" or not config.cuda_graphs:
+        return 0
+    context = min(shape.max_context, config.max_context or shape.max_context)
+    itemsize = PLAIN_BYTES[precision_of(config, Hardware("VRAM")).plain]
+    count = num_graphs(config.max_num_seqs, config.most_drafts, context)
+    return graph_bytes(shape, most_tokens(config.max_num_seqs, config.most_drafts), count, itemsize)
 
 
 @dataclass(frozen=True)
@@ -81,6 +70,7 @@ class MemoryEstimate:
 
     `context` is what one chat can hold, in tokens; the KV cache holds `num_blocks` of `block_size` tokens for all
     chats together. `draft` is what a draft model takes besides, weights, workspace and `draft_kv_cache` together.
+    The KV cache is cut where a GPU would be in use beyond `gpu_memory_share`.
     """
 
     weights: int
@@ -92,6 +82,7 @@ class MemoryEstimate:
     block_size: int
     draft: int = 0
     draft_kv_cache: int = 0
+    gpu_memory_share: float = 1.0
 
     @property
     def kv_tokens(self) -> int:
@@ -128,12 +119,12 @@ def estimate(
     on top. A `config.max_context` of None is the model's own.
     """
     context = min(shape.max_context, config.max_context or shape.max_context)
-    tokens = planned_kv_tokens(context, config.max_num_seqs)
+    tokens = planned_kv_tokens(hardware.kind, context, config.max_num_seqs)
     num_blocks = config.num_kv_blocks or max(1, -(-tokens // config.block_size))
     tokens = num_blocks * config.block_size
     draft_kv_cache = draft_rest = 0
     if draft is not None and config.speculation == "draft":
-        own = replace(config, quantization=None, backend="auto")
+        own = replace(config, quantization=None, backend="auto", speculation=None)
         draft_kv_cache = tokens * kv_bytes_per_token(draft, precision_of(own, hardware).kv)
         draft_rest = _weights(draft, own, hardware, min(context, draft.max_context))
         draft_rest += _workspace(draft, own, hardware)
@@ -147,6 +138,7 @@ def estimate(
         block_size=config.block_size,
         draft=draft_kv_cache + draft_rest,
         draft_kv_cache=draft_kv_cache,
+        gpu_memory_share=config.gpu_memory_share,
     )
 
 
@@ -162,8 +154,10 @@ def _workspace(shape: ModelShape, config: EngineConfig, hardware: Hardware) -> i
     if precision.native and precision.own_decoder:
         bits = {_bits(group.stored, config) for group in shape.weights if group.role in ("layers", "experts")}
         return native_workspace_bytes(shape, budget, 4 in bits, 8 in bits)
-    drafts = config.num_draft_tokens if config.speculation is not None else 0
-    return workspace_bytes(shape, budget, config.max_num_seqs * (1 + drafts))
+    num_rows = config.max_num_seqs * (1 + config.most_drafts)
+    if hardware.kind == "RAM":
+        return workspace_bytes(shape, budget, num_rows)
+    return workspace_bytes(shape, budget, num_rows, PLAIN_BYTES[precision.plain]) + graph_allowance(shape, config)
 
 
 def _bits(stored: str, config: EngineConfig) -> int:
@@ -204,8 +198,9 @@ def fits(wanted: MemoryEstimate, device: DeviceMemory) -> Fit:
     free = f"{format_bytes(available)} {device.kind} free"
     caches = wanted.kv_cache + wanted.draft_kv_cache
     without_caches = wanted.total - caches
-    after_weights = available - (without_caches - wanted.workspace)
-    left = min(affordable_kv_bytes(device.kind, after_weights), max(0, available - without_caches))
+    after_weights = dataclasses.replace(device, free=available - (without_caches - wanted.workspace))
+    affordable = affordable_kv_bytes(after_weights, wanted.gpu_memory_share, wanted.workspace)
+    left = min(affordable, max(0, available - without_caches))
     num_blocks = left // wanted.block_bytes
     if num_blocks == 0:
         message = f"does not fit: needs {format_bytes(wanted.total)}, {free}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
+from engine.memory.nvml import DriverError, handle, nvml, process_bytes
 from engine.protocol import MemoryBreakdown
 
 MemoryKind = Literal["RAM", "VRAM"]
@@ -26,9 +26,13 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class NoGPU:
-    """Why there is no VRAM to speak of; `reason` is for people and says what to do."""
+    """Why there is no VRAM to speak of; `reason` is for people and says what to do.
+
+    `is_absent` tells that the machine has no NVIDIA GPU at all, as far as can be seen.
+    """
 
     reason: str
+    is_absent: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,16 +61,14 @@ def vram(device: int | str = 0) -> DeviceMemory | NoGPU:
     Indices follow the bus order; with unlike GPUs in one machine CUDA may count otherwise, so ask by UUID there.
     """
     try:
-        nvml = _nvml()
-    except ImportError:
-        return NoGPU("GPU memory cannot be read: install nvidia-ml-py.")
-    except Exception as error:  # NVMLError, a class that exists only in the module
-        return NoGPU(f"No usable NVIDIA driver ({error}): install or update it, or run on the CPU.")
+        module = nvml()
+    except DriverError as error:
+        return NoGPU(f"{str(error)[0].upper()}{str(error)[1:]}", error.no_gpu)
     try:
-        handle = _nvml_handle(device)
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        name = nvml.nvmlDeviceGetName(handle)
-    except (nvml.NVMLError, LookupError) as error:
+        gpu = handle(device)
+        memory = module.nvmlDeviceGetMemoryInfo(gpu)
+        name = module.nvmlDeviceGetName(gpu)
+    except (module.NVMLError, LookupError) as error:
         return NoGPU(f"GPU {device} cannot be read ({error}): check CUDA_VISIBLE_DEVICES and nvidia-smi.")
     return DeviceMemory("VRAM", name, int(memory.total), int(memory.free))
 
@@ -79,7 +81,7 @@ def available_to(device: DeviceMemory, worker_pid: int | None, index: int | str 
     if worker_pid is None:
         return device
     if device.kind == "VRAM":
-        held = _gpu_process_bytes(index, worker_pid)
+        held = process_bytes(index, worker_pid)
     else:
         try:
             held = resident_bytes(worker_pid)
@@ -111,7 +113,7 @@ def measure_vram(parts: WorkerParts, device: int | str = 0, pid: int | None = No
     if isinstance(memory, NoGPU):
         return memory
     held = parts.weights + parts.kv_cache + parts.workspace
-    reported = _gpu_process_bytes(device, os.getpid() if pid is None else pid)
+    reported = process_bytes(device, os.getpid() if pid is None else pid)
     return break_down(memory, parts, max(held, reported))
 
 
@@ -137,36 +139,3 @@ def break_down(device: DeviceMemory, parts: WorkerParts, resident: int) -> Memor
         other=left,
         free=free,
     )
-
-
-@lru_cache(maxsize=1)
-def _nvml() -> Any:
-    """The NVML module, initialised once for the life of the process: doing so takes many milliseconds."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    return pynvml
-
-
-def _nvml_handle(device: int | str) -> object:
-    """NVML counts all GPUs, CUDA only those in CUDA_VISIBLE_DEVICES. Raises LookupError for one CUDA cannot see."""
-    nvml = _nvml()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if isinstance(device, int) and visible is not None:
-        names = [name.strip() for name in visible.split(",") if name.strip()]
-        if device >= len(names):
-            raise LookupError(f"CUDA_VISIBLE_DEVICES={visible!r} shows {len(names)} GPUs")
-        device = int(names[device]) if names[device].isdigit() else names[device]
-    if isinstance(device, int):
-        return nvml.nvmlDeviceGetHandleByIndex(device)
-    return nvml.nvmlDeviceGetHandleByUUID(device)
-
-
-def _gpu_process_bytes(device: int | str, pid: int) -> int:
-    """What the driver says a process holds on a GPU; 0 where it does not tell."""
-    nvml = _nvml()
-    try:
-        processes = nvml.nvmlDeviceGetComputeRunningProcesses(_nvml_handle(device))
-    except (nvml.NVMLError, LookupError):
-        return 0
-    return sum(process.usedGpuMemory or 0 for process in processes if process.pid == pid)

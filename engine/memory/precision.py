@@ -12,7 +12,7 @@ from engine.protocol import EngineConfig
 KVFormat = Literal["fp32", "fp16", "bf16", "int8"]
 PlainFormat = Literal["fp32", "fp16", "bf16"]
 
-_PLAIN_BYTES: dict[PlainFormat, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
+PLAIN_BYTES: dict[PlainFormat, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
 _KV_BYTES: dict[KVFormat, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 # An int8 cache keeps one float32 scale per token and head, for K and for V.
 _INT8_SCALE_BYTES = 4
@@ -41,7 +41,7 @@ _NATIVE_BYTES = {
     "BF16": 512,
     "F8": 512,
 }
-_NATIVE_PLAIN_BYTES = 1024
+_NATIVEPLAIN_BYTES = 1024
 # A scale and a zero point beside the codes of integer weights elsewhere, by bits: in half precision for 4 bits.
 _AFFINE_BYTES = {"INT4": 4, "INT8": 8}
 # Embedding and head are rounded to 8 bits in groups of this many, whatever the others become.
@@ -105,14 +105,14 @@ def _held_bytes(group: WeightGroup, precision: Precision) -> int:
     is_plain = group.role == "small" or (group.role == "embedding" and not precision.own_decoder)
     if not is_plain and precision.native and group.columns % _GROUP == 0 and group_size % _GROUP == 0:
         rows = -(-group.rows // _TILE_ROWS) * _TILE_ROWS
-        return rows * group.columns * _NATIVE_BYTES.get(stored, _NATIVE_PLAIN_BYTES) // 256
+        return rows * group.columns * _NATIVE_BYTES.get(stored, _NATIVEPLAIN_BYTES) // 256
     if not is_plain and stored in _AFFINE_BYTES:
         codes = group.num_weights // (2 if stored == "INT4" else 1)
         groups_in_row = -(-group.columns // (group_size or group.columns))
         return codes + group.rows * groups_in_row * _AFFINE_BYTES[stored]
     if stored == "MXFP4":
         return group.num_weights // _GROUP * _MXFP4_GROUP_BYTES
-    return group.num_weights * _PLAIN_BYTES[precision.plain]
+    return group.num_weights * PLAIN_BYTES[precision.plain]
 
 
 def _rounded(group: WeightGroup, precision: Precision) -> tuple[str, int]:

@@ -17,8 +17,9 @@ from engine.loading.names import EMBEDDING, FINAL_NORM, HEAD, ROPE_FACTORS, laye
 from engine.loading.reader import WeightReader
 from engine.loading.weights import WeightSource
 from engine.models.config import ModelConfig, ModelError, RopeConfig
-from engine.quantization import DenseWeight, QuantWeight
+from engine.quantization import DenseWeight, QuantWeight, StackedWeight
 from engine.quantization.rounding import Rounding
+from engine.quantization.triton_tiles import TritonWeight
 from kernels import ops
 
 
@@ -86,19 +87,36 @@ class Decoder:
         positions: torch.Tensor,
         attention_context: AttentionContext,
         rows: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `forward`, and then the logits of the rows named (int64 [num_rows]), or of all: see `compute_logits`."""
         hidden = self.forward(input_ids, positions, attention_context)
-        return self.compute_logits(hidden if rows is None else hidden[rows])
+        return self.compute_logits(hidden if rows is None else hidden[rows], out)
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [num_rows, hidden_size] -> logits float32 [num_rows, vocab_size]."""
-        logits = self.head(hidden).float()
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [num_rows, hidden_size] -> logits float32 [num_rows, vocab_size], in `out` if that is given."""
+        logits = self.head(hidden)
+        # Sampling reads row by row, and a product of few rows may come as a view of columns.
+        logits = logits.float().contiguous() if out is None else out.copy_(logits)
         if self.config.logits_scale != 1.0:
-            logits = logits * self.config.logits_scale
+            logits.mul_(self.config.logits_scale)
         soft_cap = self.config.logits_soft_cap
-        return logits if soft_cap is None else (logits / soft_cap).tanh_().mul_(soft_cap)
+        return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can hold a step: with the Triton kernels, nothing in it waits for the device."""
+        weights = [self.embedding, self.head.weight]
+        for layer in self.layers:
+            weights += [layer.attention.qkv.weight, layer.attention.output.weight]
+            if isinstance(layer.mlp, GatedMLP):
+                weights += [layer.mlp.gate_up.weight, layer.mlp.down.weight]
+            elif layer.mlp.is_capturable:
+                weights.append(layer.mlp.router.weight)
+            else:
+                return False
+        return all(map(_is_capturable, weights))
 
     @property
     def rotaries(self) -> list[RotaryTable]:
@@ -127,6 +145,12 @@ class Decoder:
         """What a half layer adds to the residual."""
         update = update if norm is None else norm(update)
         return update if self.config.residual_scale == 1.0 else update * self.config.residual_scale
+
+
+def _is_capturable(weight: QuantWeight) -> bool:
+    if isinstance(weight, StackedWeight):
+        return all(map(_is_capturable, weight.parts))
+    return isinstance(weight, (DenseWeight, TritonWeight))
 
 
 def _norm_input(norm: RMSNorm | None, residual: torch.Tensor, update: torch.Tensor | None) -> torch.Tensor:

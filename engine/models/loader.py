@@ -225,10 +225,12 @@ def open_model(path: Path) -> tuple[ModelConfig, WeightSource]:
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype to compute in. "auto" is float32 on a CPU, where halves are slow, and bfloat16 on a GPU."""
+    """The dtype to compute in. "auto" is float32 on a CPU, where halves are slow, and bfloat16 on a GPU that has it."""
     if name != "auto":
         return DTYPES[name]
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 
 
 def _use_native(model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:

@@ -243,6 +243,8 @@ def _read_weights(
                 ignore_mismatched_sizes=True,  # they are in the report
                 output_loading_info=True,
             )
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError, TypeError, KeyError, SafetensorError) as error:
             raise ModelError(f"transformers cannot load these weights: {_first_line(error)}") from error
     model, report = loaded

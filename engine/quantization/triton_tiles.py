@@ -92,5 +92,6 @@ def triton_ggml(
             taken[0].bits,
             dtype,
             taken[0].zero,
+            is_float=tensor_type == "MXFP4",
         )
     )

@@ -23,6 +23,10 @@ from engine.speculation.draft_model import DraftModel, draft_budget
 from engine.speculation.vocabulary import check_same_tokens
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 
+CAUGHT_UP_WITH = 1
+"""Tokens that the draft model computes besides a request's latest one where all its drafts were accepted: the last
+of them, which it has not seen yet."""
+
 
 def check_speculation(config: EngineConfig) -> None:
     """Raises `ValueError` for options that do not go together."""

@@ -10,8 +10,7 @@ import torch
 from engine.block_pool import BlockPool
 from engine.request import Request
 from engine.runner import Runner
-from engine.sampling.filters import is_greedy
-from engine.sampling.rows import RequestSampling
+from engine.sampling.rows import RequestSampling, is_greedy
 from engine.sampling.verify import draw_drafts
 from engine.scheduler import LengthFloor, ScheduledRequest, StepPlan
 
@@ -173,12 +172,13 @@ class DraftModel:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         rows = [self._sampling(request).row(request.draft_token_ids) for request in requests]
         token_ids, probs = draw_drafts(logits, rows, [_is_certain(request) for request in requests])
-        for request, shadow, token_id, q in zip(requests, shadows, token_ids, probs):
+        for row, (request, shadow, token_id) in enumerate(zip(requests, shadows, token_ids)):
             shadow.num_computed_tokens = shadow.num_tokens
             if token_id is not None:
                 shadow.token_ids.append(token_id)
                 request.draft_token_ids.append(token_id)
-                self._followed[request].probs.append(q)
+                if probs is not None:
+                    self._followed[request].probs.append(probs[row])
 
     def _start(self, request: Request) -> _Followed:
         shadow = Request(request.request_id, list(request.token_ids), num_prompt_tokens=request.num_prompt_tokens)

@@ -12,9 +12,10 @@ import functools
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 GROUP = 32
 TILE = 8
+PANEL = 4
 
 
 class WeightFormat(enum.IntEnum):
@@ -182,6 +183,54 @@ class Batch(ctypes.Structure):
     ]
 
 
+class Adjustment(ctypes.Structure):
+    _fields_ = [
+        ("num_rows", c_int32),
+        ("vocab_size", c_int32),
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+        ("num_cells", c_int64),
+        ("cell_rows", c_void_p),
+        ("cell_ids", c_void_p),
+        ("cell_values", c_void_p),
+        ("repetition", c_void_p),
+        ("presence", c_void_p),
+        ("frequency", c_void_p),
+        ("slots", c_void_p),
+        ("num_slots", c_int32),
+        ("num_deltas", c_int32),
+        ("sequence", c_void_p),
+        ("output", c_void_p),
+        ("delta_ids", c_void_p),
+        ("delta_sequence", c_void_p),
+        ("delta_output", c_void_p),
+    ]
+
+
+class Sampling(ctypes.Structure):
+    _fields_ = [
+        ("num_rows", c_int32),
+        ("vocab_size", c_int32),
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+        ("temperature", c_void_p),
+        ("min_p", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("temperature_last", c_void_p),
+        ("uniforms", c_void_p),
+        ("probs", c_void_p),
+        ("probs_stride", c_int64),
+        ("draft_ids", c_void_p),
+        ("draft_probs", c_void_p),
+        ("draft_probs_stride", c_int64),
+        ("accept_uniforms", c_void_p),
+        ("accepted", c_void_p),
+        ("token_ids", c_void_p),
+        ("healthy", c_void_p),
+    ]
+
+
 _SIGNATURES = {
     "kv_abi_version": (c_int32, []),
     "kv_instruction_set": (c_char_p, []),
@@ -196,6 +245,8 @@ _SIGNATURES = {
     "kv_run": (c_int32, [POINTER(Op), c_int32, POINTER(Batch)]),
     "kv_matmul": (c_int32, [POINTER(Weight), c_int32, c_void_p, c_int32, c_void_p, c_void_p]),
     "kv_run_profiled": (c_int32, [POINTER(Op), c_int32, POINTER(Batch), c_void_p]),
+    "kv_adjust_logits": (c_int32, [POINTER(Adjustment)]),
+    "kv_sample": (c_int32, [POINTER(Sampling)]),
 }
 
 
@@ -223,15 +274,15 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeLibraryError(f"the native CPU kernels in {path} cannot be loaded: {error}") from error
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
     if library.kv_abi_version() != ABI_VERSION:
         raise NativeLibraryError(
             f"the native CPU kernels in {path} have interface version {library.kv_abi_version()}, "
             f"this Kvasir needs {ABI_VERSION}; run `pip install -e .` again"
         )
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
     return library
 
 

@@ -12,6 +12,7 @@ import torch
 
 from kernels.cpu.library import (
     GROUP,
+    PANEL,
     ActivationBuffer,
     ActivationKind,
     AttentionSpec,
@@ -140,7 +141,10 @@ class Program:
         return buffer
 
     def activation(self, kind: ActivationKind, columns: int, rows: int | None = None) -> Activation:
+        """Rows of whole panels, where quantised."""
         rows = rows or self.max_rows
+        if kind != ActivationKind.F32:
+            rows = -(-rows // PANEL) * PANEL
         dtype = {
             ActivationKind.F32: torch.float32,
             ActivationKind.INT8: torch.int8,

@@ -9,7 +9,8 @@ import torch
 
 from kernels.kv import KVLayer
 from kernels.metadata import AttentionMetadata
-from kernels.triton import attention, matmul, moe, norm, rope
+from kernels.sampling import LogitCells, Penalties, SamplingBatch
+from kernels.triton import attention, matmul, moe, norm, rope, routing, sampling
 from kernels.triton.launch import Capability, Launch, recording
 
 KV_HEADS = 4
@@ -25,9 +26,9 @@ class Case:
     tensor_core_kernels: tuple[str, ...] = ()
 
 
-def record(case: Case, capability: Capability) -> list[Launch]:
+def record(case: Case, capability: Capability, runs_ptx: bool = True) -> list[Launch]:
     """What the case would start on a GPU of that capability."""
-    with recording(capability) as launches:
+    with recording(capability, runs_ptx) as launches:
         case.run()
     return launches
 
@@ -43,7 +44,7 @@ def _attention(
     sinks: bool = False,
 ) -> Case:
     def run() -> object:
-        seq_len = max(2 * query_len, 2 * attention.SPLIT_KEYS)
+        seq_len = max(2 * query_len, 2 * attention.LEAST_SPLIT_KEYS)
         num_blocks = seq_len // BLOCK_SIZE
         metadata = AttentionMetadata.build([list(range(num_blocks))], [query_len], [seq_len], BLOCK_SIZE)
         shape = (num_blocks, BLOCK_SIZE, 2, KV_HEADS, head_dim)
@@ -77,9 +78,14 @@ def _experts(bits: int, num_tokens: int, dtype: torch.dtype) -> Case:
         else:
             codes = torch.empty(rows, columns, dtype=torch.uint8, device="meta")
             scales = torch.empty(rows, columns // 32, device="meta")
-            weight = moe.stack_tiled([matmul.tile_weight(codes, scales, scales, bits, dtype)] * num_experts)
-        by_expert = moe.sort_by_expert(torch.zeros(num_tokens, 2, dtype=torch.int64), num_experts)
-        return moe.grouped_linear(torch.empty(num_tokens, columns, dtype=dtype, device="meta"), weight, by_expert)
+            stack = moe.stack_tiled([matmul.tile_weight(codes, scales, scales, bits, dtype)] * num_experts)
+            assert stack is not None
+            weight = stack
+        logits = torch.empty(num_tokens, num_experts, dtype=dtype, device="meta")
+        chosen, shares = routing.choose_experts(logits, 2, normalize=True)
+        rows_of = routing.sort_by_expert(chosen, num_experts)
+        x = torch.empty(num_tokens, columns, dtype=dtype, device="meta")
+        return routing.combine(moe.grouped_linear(x, weight, rows_of, gather=True), rows_of, shares)
 
     return Case(run, is_decode=num_tokens <= 16, tensor_core_kernels=("grouped_matmul_kernel",))
 
@@ -98,6 +104,53 @@ def _rope(head_dim: int, dtype: torch.dtype, int8: bool, normed: bool) -> Case:
     return Case(run, is_decode=True)
 
 
+def _sampling_batch(
+    num_rows: int,
+    greedy: bool = False,
+    filters: bool = False,
+    cells: LogitCells | None = None,
+    penalties: Penalties | None = None,
+) -> SamplingBatch:
+    single = torch.empty(num_rows, device="meta")
+    return SamplingBatch(
+        temperature=single,
+        min_p=single,
+        top_k=single.int(),
+        top_p=single,
+        temperature_last=single.bool(),
+        uniforms=single.double(),
+        all_greedy=greedy,
+        any_filter=filters,
+        cells=cells,
+        penalties=penalties,
+    )
+
+
+def _sampling(num_rows: int, vocab_size: int, greedy: bool = False, filters: bool = False) -> Case:
+    logits = torch.empty(num_rows, vocab_size, device="meta")
+    return Case(lambda: sampling.sample(logits, _sampling_batch(num_rows, greedy, filters)), is_decode=True)
+
+
+def _verifying(num_rows: int, vocab_size: int) -> Case:
+    def run() -> object:
+        logits, batch = torch.empty(num_rows, vocab_size, device="meta"), _sampling_batch(num_rows, filters=True)
+        return sampling.verify_drafts(logits, batch, batch.top_k.long(), logits, batch.uniforms)
+
+    return Case(run, is_decode=True)
+
+
+def _adjusting(num_rows: int, vocab_size: int) -> Case:
+    def run() -> object:
+        logits = torch.empty(num_rows, vocab_size, device="meta")
+        single, counts = logits[:, 0].contiguous(), logits.int()
+        deltas = counts[:, :8].contiguous()
+        penalties = Penalties(single, single, single, single.int(), counts, counts, deltas, deltas, deltas)
+        cells = LogitCells(single.long(), single.long(), single)
+        return sampling.adjust_logits(logits, _sampling_batch(num_rows, cells=cells, penalties=penalties))
+
+    return Case(run, is_decode=True)
+
+
 def _rows(run: Callable[[torch.Tensor], object], columns: int, dtype: torch.dtype) -> Case:
     return Case(lambda: run(torch.empty(16, columns, dtype=dtype, device="meta")), is_decode=True)
 
@@ -112,6 +165,13 @@ def _clamped(x: torch.Tensor) -> object:
 
 def _cases() -> dict[str, Case]:
     cases: dict[str, Case] = {}
+    for num_rows, vocab_size in ((1, 262144), (64, 151936)):
+        name = f"{num_rows} of {vocab_size}"
+        cases[f"sampling greedy {name}"] = _sampling(num_rows, vocab_size, greedy=True)
+        cases[f"sampling plain {name}"] = _sampling(num_rows, vocab_size)
+        cases[f"sampling filters {name}"] = _sampling(num_rows, vocab_size, filters=True)
+        cases[f"sampling drafts {name}"] = _verifying(num_rows, vocab_size)
+    cases["sampling adjust"] = _adjusting(64, 151936)
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     kinds = {"decode": 1, "verify": 5, "prefill": 512}
     for dtype, dtype_name in names.items():

@@ -24,11 +24,13 @@ class Launch:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    max_registers: int | None
 
 
 @dataclass(slots=True)
 class _Recording:
     capability: Capability
+    runs_ptx: bool
     launches: list[Launch]
 
 
@@ -36,10 +38,10 @@ _recording: _Recording | None = None
 
 
 @contextmanager
-def recording(capability: Capability) -> Iterator[list[Launch]]:
+def recording(capability: Capability, runs_ptx: bool = True) -> Iterator[list[Launch]]:
     """Inside, nothing runs: operations choose what they would for a GPU of that capability, and it is listed."""
     global _recording
-    before, _recording = _recording, _Recording(capability, [])
+    before, _recording = _recording, _Recording(capability, runs_ptx, [])
     try:
         yield _recording.launches
     finally:
@@ -53,11 +55,29 @@ def compute_capability(device: torch.device) -> Capability:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else OLDEST
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, num_stages: int = 3, **constants: Any
-) -> None:
-    """Runs `kernel` over `grid`; a grid without programs is no error."""
+def runs_ptx(device: torch.device) -> bool:
+    """Whether kernels may hold instructions of NVIDIA's: not in the interpreter, nor on GPUs of others."""
     if _recording is not None:
-        _recording.launches.append(Launch(kernel, args, constants, num_warps, num_stages))
+        return _recording.runs_ptx
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    num_warps: int,
+    num_stages: int = 3,
+    max_registers: int | None = None,
+    **constants: Any,
+) -> None:
+    """Runs `kernel` over `grid`; a grid without programs is no error.
+
+    NVIDIA's assembler may spill registers to make room for more programs; told how many there are, it does not.
+    """
+    if _recording is not None:
+        max_registers = max_registers if _recording.runs_ptx else None
+        _recording.launches.append(Launch(kernel, args, constants, num_warps, num_stages, max_registers))
     elif all(grid):
-        kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+        options = {} if max_registers is None or not runs_ptx(args[0].device) else {"maxnreg": max_registers}
+        kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages, **options)

@@ -4,28 +4,36 @@ Weights lie tile by tile, so that a program reads whole runs of bytes: codes uin
 [in / TILE_K, out, TILE_K / 2] hold element j of a tile in the low and element j + TILE_K / 2 in the
 high half of byte j, or with 8 bits [in / TILE_K, out, TILE_K]. Scales and minimums are
 [in / group, out]. In the manner of GPTQ's and AWQ's kernels, few rows multiply the codes as they are and
-scale the sums (fewer operations a weight), many rows scale the weights once.
+scale the sums (fewer operations a weight), many rows scale the weights once. Few rows are bound by reading the
+weights: where one program for each block of columns would leave the GPU idle, programs share out the inputs too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.launch import compute_capability, launch
+from kernels.ggml import MXFP4_VALUES
+from kernels.triton.launch import compute_capability, launch, runs_ptx
+from kernels.triton.tile_loop import multiply_tiles
 from kernels.triton.tuning import matmul_tiles
 
-MAX_TILE_K = 128
+LEAST_SPLIT = 1024
+"""Inputs that a program must have left, so that sharing them out is worth the sum afterwards."""
+SUM_BLOCK = 512
+_MIDDLE = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiledWeight:
     """An integer matrix [out_features, in_features] in the layout above.
 
-    `zero` is the code of 0 in all groups, whole and so exact; `minimums` None means 0 for all.
+    `zero` is the code of 0 in all groups, whole and so exact; `minimums` None means 0 for all. With `is_float` the
+    4-bit codes stand for the numbers of MXFP4, `kernels.ggml.MXFP4_VALUES`.
     """
 
     codes: torch.Tensor
@@ -37,6 +45,7 @@ class TiledWeight:
     zero: int = 0
     num_matrices: int = 1
     """Experts whose matrices lie on top of each other."""
+    is_float: bool = False
 
     @property
     def tile_k(self) -> int:
@@ -58,6 +67,7 @@ def tile_weight(
     bits: int,
     dtype: torch.dtype,
     zero: int = 0,
+    is_float: bool = False,
 ) -> TiledWeight:
     """Lays out codes uint8 [out, in] (one a byte) with scales and minimums [out, groups]; once, at load.
 
@@ -65,9 +75,15 @@ def tile_weight(
     """
     out_features, in_features = codes.shape
     group = in_features // scales.shape[1]
-    tile_k = next((size for size in (128, 64, 32, 16) if group % size == 0), 0)
-    if tile_k == 0 or in_features % scales.shape[1]:
+    if group % 16 or in_features % scales.shape[1]:
         raise ValueError(f"groups of {group} weights in {in_features} columns cannot be tiled: not a multiple of 16")
+    # A tile is some whole groups, or a part of one.
+    tile_k = next(
+        size for size in (128, 64, 32, 16) if in_features % size == 0 and (group % size == 0 or size % group == 0)
+    )
+    if bits == 8 and zero == 0 and not codes.is_meta and int(codes.max()) > _MIDDLE and minimums is not None:
+        # Codes up to 255 have more bits than bfloat16: their distances from the middle have not.
+        zero, minimums = _MIDDLE, minimums + _MIDDLE * scales
     tiles = codes.view(out_features, in_features // tile_k, tile_k).transpose(0, 1)
     if bits == 4:
         tiles = tiles[..., : tile_k // 2] | (tiles[..., tile_k // 2 :] << 4)
@@ -79,6 +95,7 @@ def tile_weight(
         out_features,
         in_features,
         zero,
+        is_float=is_float,
     )
 
 
@@ -91,44 +108,15 @@ def untile(weight: TiledWeight, rows: torch.Tensor | None = None) -> torch.Tenso
     assert codes is not None and scales is not None and weight.num_matrices == 1
     if weight.bits == 4:
         codes = torch.cat((codes & 15, codes >> 4), dim=-1)
-    numbers = codes.transpose(0, 1).reshape(codes.shape[1], scales.shape[0], -1).float() - weight.zero
+    codes = codes.transpose(0, 1).reshape(codes.shape[1], scales.shape[0], -1)
+    if weight.is_float:
+        numbers = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=codes.device)[codes.int()]
+    else:
+        numbers = codes.float() - weight.zero
     numbers *= scales.t().float().unsqueeze(-1)
     if minimums is not None:
         numbers += minimums.t().float().unsqueeze(-1)
-    return numbers.reshape(codes.shape[1], -1)
-
-
-@triton.jit
-def _codes_to_float(codes, like, ZERO: tl.constexpr):
-    """codes - ZERO, exact in any dtype; for fp16 by setting the codes below the bits of 1024."""
-    if like.dtype == tl.float16:
-        return (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + ZERO)
-    return (codes.to(tl.int16) - ZERO).to(like.dtype)
-
-
-@triton.jit
-def multiply_codes(
-    accumulator,
-    x,
-    codes,
-    scale,
-    minimum,
-    ZERO: tl.constexpr,
-    SCALE_WEIGHTS: tl.constexpr,
-    HAS_MINIMUM: tl.constexpr,
-):
-    """accumulator [rows, out] += x [rows, k] @ ((codes [k, out] - ZERO) * scale [out] + minimum [out])."""
-    weight = _codes_to_float(codes, x, ZERO)
-    if SCALE_WEIGHTS:
-        weight *= scale[None, :]
-        if HAS_MINIMUM:
-            weight += minimum[None, :]
-        accumulator = tl.dot(x, weight, accumulator, input_precision="ieee")
-    else:
-        accumulator += tl.dot(x, weight, input_precision="ieee") * scale[None, :].to(tl.float32)
-        if HAS_MINIMUM:
-            accumulator += tl.sum(x.to(tl.float32), 1)[:, None] * minimum[None, :].to(tl.float32)
-    return accumulator
+    return numbers.flatten(1)
 
 
 @triton.jit
@@ -142,53 +130,82 @@ def tiled_matmul_kernel(
     num_rows,
     out_features,
     num_tiles,
+    tiles_each,
     stride_x,
     stride_out,
+    stride_split,
     BITS: tl.constexpr,
     TILE_K: tl.constexpr,
-    TILES_PER_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ZERO: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
     SCALE_WEIGHTS: tl.constexpr,
     HAS_MINIMUM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    USE_PTX: tl.constexpr,
 ):
-    """Grid (blocks of out_features, blocks of rows)."""
+    """Grid (blocks of out_features, blocks of rows, splits of `tiles_each` tiles); a split has an `out` of its own."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < out_features
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = rows < num_rows
-    BYTES: tl.constexpr = TILE_K * BITS // 8
-    inner = tl.arange(0, BYTES)
-    x_at = x + rows.to(tl.int64)[:, None] * stride_x + inner[None, :]
-    codes_at = codes + columns.to(tl.int64)[None, :] * BYTES + inner[:, None]
-    tile_bytes = out_features.to(tl.int64) * BYTES
-    accumulator = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for tile in range(num_tiles):
-        packed = tl.load(codes_at, mask=is_column[None, :], other=0)
-        group_at = tile // TILES_PER_GROUP * out_features + columns
-        scale = tl.load(scales + group_at, mask=is_column, other=0.0)
-        minimum = scale
-        if HAS_MINIMUM:
-            minimum = tl.load(minimums + group_at, mask=is_column, other=0.0)
-        first = tl.load(x_at, mask=is_row[:, None], other=0.0)
-        if BITS == 4:
-            second = tl.load(x_at + BYTES, mask=is_row[:, None], other=0.0)
-            accumulator = multiply_codes(
-                accumulator, first, packed & 15, scale, minimum, ZERO, SCALE_WEIGHTS, HAS_MINIMUM
-            )
-            accumulator = multiply_codes(
-                accumulator, second, packed >> 4, scale, minimum, ZERO, SCALE_WEIGHTS, HAS_MINIMUM
-            )
-        else:
-            accumulator = multiply_codes(accumulator, first, packed, scale, minimum, ZERO, SCALE_WEIGHTS, HAS_MINIMUM)
-        x_at += TILE_K
-        codes_at += tile_bytes
+    first_tile = tl.program_id(2) * tiles_each
+    end_tile = tl.minimum(first_tile + tiles_each, num_tiles)
+    accumulator = multiply_tiles(
+        tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32),
+        x + rows.to(tl.int64) * stride_x,
+        is_row,
+        codes,
+        scales,
+        minimums,
+        columns,
+        is_column,
+        out_features,
+        first_tile,
+        end_tile,
+        BITS,
+        TILE_K,
+        GROUP,
+        ZERO,
+        IS_FLOAT,
+        SCALE_WEIGHTS,
+        HAS_MINIMUM,
+        USE_PTX,
+    )
     if HAS_BIAS:
         accumulator += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    out_at = out + rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
-    tl.store(out_at, accumulator.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    out_at = out + tl.program_id(2).to(tl.int64) * stride_split + rows.to(tl.int64)[:, None] * stride_out
+    tl.store(
+        out_at + columns[None, :],
+        accumulator.to(out.dtype.element_ty),
+        mask=is_row[:, None] & is_column[None, :],
+    )
+
+
+@triton.jit
+def sum_splits_kernel(
+    out,
+    partial,
+    bias,
+    out_features,
+    num_splits,
+    stride_split,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (rows, blocks of out_features): the splits in their order, so that the sum is the same every time."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < out_features
+    at = row * out_features + columns
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for split in range(num_splits):
+        total += tl.load(partial + split * stride_split + at, mask=is_column, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=is_column)
 
 
 def tiled_linear(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -196,12 +213,19 @@ def tiled_linear(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None
     num_rows = x.shape[0]
     assert x.stride(1) == 1 and x.shape[1] == weight.in_features
     out = torch.empty(num_rows, weight.out_features, dtype=x.dtype, device=x.device)
-    tiles = matmul_tiles(compute_capability(x.device), num_rows, weight.bits)
-    grid = (-(-weight.out_features // tiles.block_n), -(-num_rows // tiles.block_m))
+    num_tiles = weight.codes.shape[0]
+    tiles = matmul_tiles(compute_capability(x.device), num_rows, weight.bits, weight.out_features)
+    num_splits = max(1, min(tiles.most_splits, weight.in_features // LEAST_SPLIT))
+    tiles_each = -(-num_tiles // num_splits)
+    num_splits = -(-num_tiles // tiles_each)
+    target = out
+    if num_splits > 1:
+        target = torch.empty(num_splits, num_rows, weight.out_features, dtype=torch.float32, device=x.device)
+    grid = (-(-weight.out_features // tiles.block_n), -(-num_rows // tiles.block_m), num_splits)
     launch(
         tiled_matmul_kernel,
         grid,
-        out,
+        target,
         x,
         weight.codes,
         weight.scales,
@@ -209,19 +233,44 @@ def tiled_linear(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None
         out if bias is None else bias,
         num_rows,
         weight.out_features,
-        weight.codes.shape[0],
+        num_tiles,
+        tiles_each,
         x.stride(0),
-        out.stride(0),
-        BITS=weight.bits,
-        TILE_K=weight.tile_k,
-        TILES_PER_GROUP=weight.group_size // weight.tile_k,
+        weight.out_features,
+        num_rows * weight.out_features,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        ZERO=weight.zero,
         SCALE_WEIGHTS=tiles.scale_weights,
-        HAS_MINIMUM=weight.minimums is not None,
-        HAS_BIAS=bias is not None,
+        HAS_BIAS=bias is not None and num_splits == 1,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **weight_constants(weight, x),
     )
+    if num_splits > 1:
+        launch(
+            sum_splits_kernel,
+            (num_rows, -(-weight.out_features // SUM_BLOCK)),
+            out,
+            target,
+            out if bias is None else bias,
+            weight.out_features,
+            num_splits,
+            num_rows * weight.out_features,
+            HAS_BIAS=bias is not None,
+            BLOCK=SUM_BLOCK,
+            num_warps=4,
+        )
     return out
+
+
+def weight_constants(weight: TiledWeight, x: torch.Tensor) -> dict[str, Any]:
+    """What the kernels that read tiles are compiled for."""
+    return {
+        "BITS": weight.bits,
+        "TILE_K": weight.tile_k,
+        "GROUP": weight.group_size,
+        "ZERO": weight.zero,
+        "IS_FLOAT": weight.is_float,
+        "HAS_MINIMUM": weight.minimums is not None,
+        "USE_PTX": runs_ptx(x.device) and x.dtype != torch.float32,
+    }

@@ -1,56 +1,31 @@
-"""Mixture of experts: one product over all experts' rows, sorted by expert, without asking the host how many each has.
+"""Mixture of experts: one product over all experts' rows, sorted by expert, whatever number each has.
 
 In the manner of MegaBlocks, Gale et al. 2022, https://arxiv.org/abs/2211.15841
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.triton.launch import compute_capability, launch
-from kernels.triton.matmul import TiledWeight, multiply_codes
+from kernels.triton.matmul import TiledWeight, weight_constants
+from kernels.triton.routing import ExpertRows
+from kernels.triton.tile_loop import multiply_tiles
 from kernels.triton.tuning import matmul_tiles
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertRows:
-    """Which rows belong to which expert, sorted by expert; everything stays on the device.
-
-    order int64 [num_rows]: sorted row r is pair order[r] of the router's [num_tokens, num_chosen] choices.
-    first_rows int32 [num_experts + 1]: where each expert's rows begin.
-    first_blocks int32 [num_experts + 1]: the same in blocks of `block_m` rows, each expert's last one part empty.
-    """
-
-    order: torch.Tensor
-    first_rows: torch.Tensor
-    first_blocks: torch.Tensor
-    num_chosen: int
-    block_m: int
-
-    @property
-    def most_blocks(self) -> int:
-        """Enough for every way the rows can be shared out."""
-        num_experts = self.first_rows.shape[0] - 1
-        return min(self.order.shape[0], self.order.shape[0] // self.block_m + num_experts)
-
-
-def sort_by_expert(chosen: torch.Tensor, num_experts: int) -> ExpertRows:
-    """chosen int64 [num_tokens, num_chosen], the experts of each token."""
-    flat = chosen.flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.zeros(num_experts, dtype=torch.int32, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
-    rows_each = flat.shape[0] // num_experts
-    block_m = 16 if rows_each <= 16 else 64 if rows_each <= 128 else 128
-    blocks = (counts + (block_m - 1)) // block_m
-    zero = torch.zeros(1, dtype=torch.int32, device=flat.device)
-    first_rows = torch.cat((zero, counts.cumsum(0, dtype=torch.int32)))
-    first_blocks = torch.cat((zero, blocks.cumsum(0, dtype=torch.int32)))
-    return ExpertRows(order, first_rows, first_blocks, chosen.shape[1], block_m)
+_PLAIN = {
+    "BITS": 16,
+    "TILE_K": 64,
+    "GROUP": 64,
+    "ZERO": 0,
+    "IS_FLOAT": False,
+    "HAS_MINIMUM": False,
+    "USE_PTX": False,
+}
 
 
 @triton.jit
@@ -71,14 +46,16 @@ def grouped_matmul_kernel(
     stride_x,
     BITS: tl.constexpr,
     TILE_K: tl.constexpr,
-    TILES_PER_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ZERO: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
     SCALE_WEIGHTS: tl.constexpr,
     HAS_MINIMUM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATHER: tl.constexpr,
+    USE_PTX: tl.constexpr,
 ):
     """Grid (blocks of out_features, blocks of sorted rows). With 16 bits `weight` is plain [experts, out, in]."""
     block = tl.program_id(1)
@@ -102,12 +79,11 @@ def grouped_matmul_kernel(
         inputs = tl.load(order + rows, mask=is_row, other=0) // num_chosen
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = columns < out_features
-    BYTES: tl.constexpr = TILE_K if BITS == 16 else TILE_K * BITS // 8
-    inner = tl.arange(0, BYTES)
-    x_at = x + inputs[:, None] * stride_x + inner[None, :]
     accumulator = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     num_tiles = tl.cdiv(in_features, TILE_K)
     if BITS == 16:
+        inner = tl.arange(0, TILE_K)
+        x_at = x + inputs[:, None] * stride_x + inner[None, :]
         weight_at = weight + (expert * out_features + columns)[None, :] * in_features + inner[:, None]
         for tile in range(num_tiles):
             is_inner = inner < in_features - tile * TILE_K
@@ -117,31 +93,28 @@ def grouped_matmul_kernel(
             x_at += TILE_K
             weight_at += TILE_K
     else:
-        tile_bytes = out_features.to(tl.int64) * BYTES
-        codes_at = weight + expert * num_tiles * tile_bytes + columns.to(tl.int64)[None, :] * BYTES + inner[:, None]
-        groups_at = expert * (num_tiles // TILES_PER_GROUP) * out_features + columns
-        for tile in range(num_tiles):
-            packed = tl.load(codes_at, mask=is_column[None, :], other=0)
-            group_at = groups_at + tile // TILES_PER_GROUP * out_features
-            scale = tl.load(scales + group_at, mask=is_column, other=0.0)
-            minimum = scale
-            if HAS_MINIMUM:
-                minimum = tl.load(minimums + group_at, mask=is_column, other=0.0)
-            first = tl.load(x_at, mask=is_row[:, None], other=0.0)
-            if BITS == 4:
-                second = tl.load(x_at + BYTES, mask=is_row[:, None], other=0.0)
-                accumulator = multiply_codes(
-                    accumulator, first, packed & 15, scale, minimum, ZERO, SCALE_WEIGHTS, HAS_MINIMUM
-                )
-                accumulator = multiply_codes(
-                    accumulator, second, packed >> 4, scale, minimum, ZERO, SCALE_WEIGHTS, HAS_MINIMUM
-                )
-            else:
-                accumulator = multiply_codes(
-                    accumulator, first, packed, scale, minimum, ZERO, SCALE_WEIGHTS, HAS_MINIMUM
-                )
-            x_at += TILE_K
-            codes_at += tile_bytes
+        per_group = expert * out_features * (in_features // GROUP)
+        accumulator = multiply_tiles(
+            accumulator,
+            x + inputs * stride_x,
+            is_row,
+            weight + expert * out_features * (in_features * BITS // 8),
+            scales + per_group,
+            minimums + per_group,
+            columns,
+            is_column,
+            out_features,
+            0,
+            num_tiles,
+            BITS,
+            TILE_K,
+            GROUP,
+            ZERO,
+            IS_FLOAT,
+            SCALE_WEIGHTS,
+            HAS_MINIMUM,
+            USE_PTX,
+        )
     if HAS_BIAS:
         accumulator += tl.load(bias + expert * out_features + columns, mask=is_column, other=0.0).to(tl.float32)[
             None, :
@@ -166,15 +139,15 @@ def grouped_linear(
     num_experts = rows.first_rows.shape[0] - 1
     if isinstance(weight, TiledWeight):
         out_features, in_features, bits = weight.out_features, weight.in_features, weight.bits
-        tile_k, group_size = weight.tile_k, weight.group_size
         data, scales, minimums = weight.codes, weight.scales, weight.minimums
+        constants = weight_constants(weight, x)
     else:
         _, out_features, in_features = weight.shape
-        bits, tile_k, group_size = 16, 64, 64
-        data, scales, minimums = weight, weight, None
+        data, scales, minimums, bits = weight, weight, None, 16
+        constants = _PLAIN
     num_rows = rows.order.shape[0]
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
-    tiles = matmul_tiles(compute_capability(x.device), rows.block_m, bits)
+    tiles = matmul_tiles(compute_capability(x.device), rows.block_m, bits, out_features)
     launch(
         grouped_matmul_kernel,
         (-(-out_features // tiles.block_n), rows.most_blocks),
@@ -192,39 +165,54 @@ def grouped_linear(
         in_features,
         rows.num_chosen,
         x.stride(0),
-        BITS=bits,
-        TILE_K=tile_k,
-        TILES_PER_GROUP=group_size // tile_k,
         BLOCK_M=rows.block_m,
         BLOCK_N=tiles.block_n,
-        ZERO=weight.zero if isinstance(weight, TiledWeight) else 0,
         SCALE_WEIGHTS=tiles.scale_weights,
-        HAS_MINIMUM=minimums is not None,
         HAS_BIAS=bias is not None,
         GATHER=gather,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **constants,
     )
     return out
 
 
-def stack_tiled(parts: list[TiledWeight]) -> TiledWeight:
-    """Experts' matrices of one shape and format, on top of each other, as `grouped_linear` takes them."""
+def stack_tiled(parts: list[TiledWeight]) -> TiledWeight | None:
+    """Experts' matrices on top of each other, as `grouped_linear` takes them; None where their formats differ."""
     first = parts[0]
+    if first.bits == 4 and len({(part.zero, part.minimums is None) for part in parts}) > 1:
+        # One has the same zero point everywhere by chance: as minimums, all are alike.
+        parts = [_with_minimums(part) for part in parts]
+        first = parts[0]
+    if any(_format(part) != _format(first) for part in parts):
+        return None
     minimums = [part.minimums for part in parts if part.minimums is not None]
-    return TiledWeight(
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        torch.cat(minimums) if minimums else None,
-        first.bits,
-        first.out_features,
-        first.in_features,
-        first.zero,
-        len(parts),
+    return replace(
+        first,
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        minimums=torch.cat(minimums) if minimums else None,
+        num_matrices=len(parts),
     )
 
 
-def combine(outputs: torch.Tensor, rows: ExpertRows, weights: torch.Tensor) -> torch.Tensor:
-    """Sorted rows [num_rows, n] -> each token's weighted sum [num_tokens, n]; weights [num_tokens, num_chosen]."""
-    by_pair = torch.empty_like(outputs).index_copy_(0, rows.order, outputs)
-    return torch.einsum("tkn,tk->tn", by_pair.view(*weights.shape, -1), weights.to(outputs.dtype))
+def unstack_tiled(stack: TiledWeight) -> list[TiledWeight]:
+    """The experts' matrices in a stack; they share its memory."""
+    count = stack.num_matrices
+    minimums = [None] * count if stack.minimums is None else stack.minimums.chunk(count)
+    return [
+        replace(stack, codes=codes, scales=scales, minimums=minimum, num_matrices=1)
+        for codes, scales, minimum in zip(stack.codes.chunk(count), stack.scales.chunk(count), minimums, strict=True)
+    ]
+
+
+def _format(weight: TiledWeight) -> tuple[object, ...]:
+    kinds = (weight.bits, weight.is_float, weight.zero, weight.minimums is None, weight.scales.dtype)
+    return (*kinds, weight.codes.shape, weight.scales.shape)
+
+
+def _with_minimums(weight: TiledWeight) -> TiledWeight:
+    if weight.is_float:
+        return weight
+    offset = -weight.zero * weight.scales
+    return replace(weight, zero=0, minimums=offset if weight.minimums is None else weight.minimums + offset)

@@ -12,3 +12,6 @@ from kernels.triton.norm import gelu_tanh_and_mul as gelu_tanh_and_mul
 from kernels.triton.norm import rms_norm as rms_norm
 from kernels.triton.norm import silu_and_mul as silu_and_mul
 from kernels.triton.rope import rope_and_write_kv as rope_and_write_kv
+from kernels.triton.sampling import adjust_logits as adjust_logits
+from kernels.triton.sampling import sample as sample
+from kernels.triton.sampling import verify_drafts as verify_drafts

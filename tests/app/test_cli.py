@@ -371,6 +371,8 @@ def test_models_weighs_them_in_the_precision_that_is_asked_for(
         (["--speculation", "ngram", "--num-draft-tokens", "7"], {"speculation": "ngram", "num_draft_tokens": 7}),
         (["--draft-model", "d"], {"speculation": "draft", "draft_model": "/models/d"}),
         (["--backend", "transformers"], {"backend": "transformers"}),
+        (["--gpu-memory-share", "0.5"], {"gpu_memory_share": 0.5}),
+        (["--no-cuda-graphs"], {"cuda_graphs": False}),
     ],
 )
 def test_a_model_is_loaded_as_it_was_asked_for(argv: list[str], wanted: dict[str, object]) -> None:
@@ -386,6 +388,7 @@ def test_a_model_is_loaded_as_it_was_asked_for(argv: list[str], wanted: dict[str
         (["--speculation", "ngram", "--draft-model", "SmolLM2-135M-Instruct.Q4_1"], "exclude each other"),
         (["--draft-model", "no such model"], "No model is called 'no such model'"),
         (["--group-size", "48"], "invalid choice"),
+        (["--gpu-memory-share", "90"], "must lie above 0 and up to 1, got 90"),
     ],
 )
 def test_contradictory_ways_to_load_are_told(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

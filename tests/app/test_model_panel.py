@@ -86,9 +86,10 @@ def test_the_page_says_what_is_loaded_and_how(source: Source, engine: EngineStat
     assert panel._progress.value() == 250
     info = structs.replace(
         model_info(), backend="transformers", quantization="int4", kv_dtype="int8", speculation="draft",
-        draft_model="/models/tiny.gguf",
+        draft_model="/models/tiny.gguf", warnings=["The GPU is not used: why. What to do."],
     )  # fmt: skip
     source.emit(ModelLoaded(info))
+    assert panel._warnings.text() == "The GPU is not used: why. What to do." and panel._warnings.isVisibleTo(panel)
     facts = dict(loaded_facts(info, config))
     assert (facts["Backend"], facts["Precision"], facts["Speculation"]) == (
         "transformers",
@@ -98,6 +99,8 @@ def test_the_page_says_what_is_loaded_and_how(source: Source, engine: EngineStat
     assert facts["KV cache"].endswith("· int8")
     shown = [label.full_text for label in panel.findChildren(ElidedLabel)]
     assert set(facts.values()) <= set(shown)
+    source.emit(ModelUnloaded())
+    assert panel._warnings.isHidden()
     plain = dict(loaded_facts(structs.replace(model_info(), speculation="ngram"), None))
     assert (plain["Precision"], plain["Speculation"]) == ("as stored", "n-gram")
 

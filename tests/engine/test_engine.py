@@ -74,8 +74,8 @@ class SpoilingRunner:
     def __init__(self, runner: ModelRunner, spoil: str, message: str = "") -> None:
         self._runner, self._spoil, self._message = runner, spoil, message
 
-    def execute(self, plan, all_logits: bool = False) -> torch.Tensor:
-        logits = self._runner.execute(plan, all_logits).clone()
+    def execute(self, plan, all_logits: bool = False, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self._runner.execute(plan, all_logits, token_ids).clone()
         names = [entry.request.request_id for entry in plan.scheduled if entry.samples]
         if self._spoil in names:
             if self._message:

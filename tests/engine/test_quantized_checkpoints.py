@@ -370,6 +370,9 @@ def test_4_bit_floats_of_gpt_oss_stay_packed_and_compute_what_they_stand_for(tmp
     loaded = load(tmp_path)
     assert (Harness(loaded).logits(token_ids, chunk=11) - oracle_logits(model, token_ids)).abs().max() < 1e-3
     assert decoder_of(loaded).layers[0].mlp.experts[0].down.weight.nbytes == 64 * 96 // 32 * 17
+    if "triton" in ops.available_backends():
+        grouped = decoder_of(load(tmp_path, "triton")).layers[0].mlp.grouped
+        assert grouped.down.is_float and grouped.down.num_matrices == 4
 
 
 # ---------------------------------------------------------------- refusals

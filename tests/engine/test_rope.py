@@ -92,6 +92,14 @@ def test_tokens_of_sequences_of_different_lengths_are_rotated_side_by_side(kind)
         assert torch.equal(together[index], alone)
 
 
+@pytest.mark.parametrize("kind", ROPES)
+def test_no_kind_of_rope_waits_for_the_device(kind):
+    """Tensors without numbers can answer nothing."""
+    positions = torch.arange(5, device="meta")
+    table = RotaryTable(rope_of(ROPES[kind])[1], 128, torch.device("meta"))
+    assert table(positions, positions + 60, torch.float32)[0].shape == (5, 32)
+
+
 def test_a_cut_context_needs_no_long_table():
     _, rope = rope_of(LONGROPE)
     assert RotaryTable(rope, TRAINED, CPU).cos.shape[0] == TRAINED

@@ -9,6 +9,7 @@ from engine.models import LoadedModel
 from engine.request import Request
 from engine.runner import ModelRunner, make_runner
 from engine.scheduler import ScheduledRequest, StepPlan
+from kernels import ops
 from tests.engine.tiny_llama import Harness, load, oracle_logits, random_llama, random_tokens, tiny_config
 
 
@@ -80,6 +81,30 @@ def test_draft_tokens_are_computed_after_the_known_ones_with_a_row_each(oracle, 
     harness.runner.execute(StepPlan([ScheduledRequest(request, 0, 19, False)], []))
     logits = harness.runner.execute(StepPlan([ScheduledRequest(request, 19, 4, True)], []))
     torch.testing.assert_close(logits, oracle_logits(oracle, token_ids)[19:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_a_token_may_come_from_a_row_of_the_step_before(tmp_path, kernels):
+    if kernels not in ops.available_backends():
+        pytest.skip("the native kernels are not built")
+    oracle = random_llama(tiny_config(hidden_size=96, num_attention_heads=6, num_key_value_heads=2))
+    oracle.save_pretrained(tmp_path)
+    harness = Harness(load(tmp_path, kernels))
+    tokens = [random_tokens(length, seed=length) for length in (33, 17, 5)]
+    requests = [harness.request(token_ids[:-1], room=1) for token_ids in tokens]
+    # What the step before chose, as the device has it; the middle request comes from its last row.
+    chosen = torch.tensor([tokens[0][-1], 96, tokens[2][-1], tokens[1][-1]])
+    prompts = [ScheduledRequest(request, 0, request.num_tokens, False) for request in requests]
+    harness.runner.execute(StepPlan(prompts, []))
+    extra = harness.request(random_tokens(9))
+    entries = [
+        ScheduledRequest(request, request.num_tokens, 1, True, source_row=row)
+        for request, row in zip(requests, (0, 3, 2))
+    ]
+    entries.insert(1, ScheduledRequest(extra, 0, 9, True))
+    logits = harness.runner.execute(StepPlan(entries, []), token_ids=chosen)
+    for row, token_ids in zip(logits, (tokens[0], extra.token_ids, tokens[1], tokens[2]), strict=True):
+        torch.testing.assert_close(row, oracle_logits(oracle, token_ids)[-1], atol=1e-4, rtol=1e-4)
 
 
 def test_a_reused_block_shows_nothing_of_its_last_owner(oracle, tiny):

@@ -17,12 +17,13 @@ from engine import memory
 from engine.llm import LLM
 from engine.parameters import SamplingParams
 from engine.request import Request
+from engine.sampling.counts import CountTables
 from engine.sampling.rows import RequestSampling
-from engine.sampling.sampler import logits_to_probs
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.policy import DraftPolicy
 from tests.engine.families import VOCAB_SIZE, save_tokenizer
 from tests.engine.gguf_writer import write_gguf_model
+from tests.engine.sampling_rows import logits_to_probs
 from tests.engine.tiny_llama import random_llama, random_tokens, tiny_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -182,7 +183,8 @@ def exact_distribution(llm: LLM, prompt: list[int], params: SamplingParams) -> d
         longer = {}
         for tokens, probability in result.items():
             request = Request("r", [*prompt, *tokens], params, num_prompt_tokens=len(prompt))
-            probs = logits_to_probs(llm.logits(request.token_ids)[-1:], RequestSampling(request).rows(), VOCAB_SIZE)[0]
+            rows = RequestSampling(request, CountTables()).rows()
+            probs = logits_to_probs(llm.logits(request.token_ids)[-1:], rows, VOCAB_SIZE)[0]
             for token_id in probs.nonzero().flatten().tolist():
                 longer[(*tokens, token_id)] = probability * float(probs[token_id])
         result = longer
@@ -261,8 +263,8 @@ def test_cancelled_and_failed_requests_leave_the_others_and_no_blocks(models, pr
         assert runner is not None
         execute, spoiled = runner.execute, "llm-2"
 
-        def spoil(plan, all_logits=False):
-            logits = execute(plan, all_logits).clone()
+        def spoil(plan, **options):
+            logits = execute(plan, **options).clone()
             row = 0
             for entry in plan.scheduled:
                 if entry.request.request_id == spoiled and entry.num_drafts:
@@ -285,7 +287,7 @@ def test_a_draft_model_that_fails_is_switched_off_and_says_so(models, prompts, e
         speculation = llm.engine.speculation
         assert speculation is not None and isinstance(speculation.drafter, DraftModel)
 
-        def fail(plan, all_logits=False):
+        def fail(plan, **options):
             raise RuntimeError("out of memory")
 
         speculation.drafter.runner.execute = fail  # type: ignore[method-assign]
@@ -323,10 +325,14 @@ def test_the_draft_models_weights_and_cache_are_accounted_for(models):
 
 
 def test_the_caches_of_both_models_share_the_memory_there_is(models, monkeypatch):
-    monkeypatch.setattr("engine.placement._free_bytes", lambda device: 40_000_000)
+    def free(size: int) -> None:
+        ram = memory.DeviceMemory("RAM", "system memory", 1 << 36, size)
+        monkeypatch.setattr(memory, "ram", lambda: ram)
+
+    free(40_000_000)
     with models.llm(num_kv_blocks=None, max_num_seqs=64) as plain:
         alone = plain.info.num_kv_blocks
-    monkeypatch.setattr("engine.placement._free_bytes", lambda device: 2 * plain.info.kv_bytes_per_token * 16 * 20)
+    free(2 * plain.info.kv_bytes_per_token * 16 * 20)
     with models.llm(num_kv_blocks=None) as plain, models.llm("draft", num_kv_blocks=None) as both:
         assert both.info.num_kv_blocks <= plain.info.num_kv_blocks / 2 + 1 <= alone
 
@@ -363,9 +369,9 @@ def count_rows(drafter: DraftModel) -> list[int]:
     """Tokens that the draft model computes from now on, step by step."""
     execute, counts = drafter.runner.execute, []
 
-    def counted(plan, all_logits=False):
+    def counted(plan, **options):
         counts.append(sum(entry.num_new_tokens for entry in plan.scheduled))
-        return execute(plan, all_logits)
+        return execute(plan, **options)
 
     drafter.runner.execute = counted  # type: ignore[method-assign]
     return counts

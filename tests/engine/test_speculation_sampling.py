@@ -20,12 +20,15 @@ from scipy import stats
 
 from engine.parameters import SamplingParams
 from engine.request import Request
-from engine.sampling import verify as verify_module
-from engine.sampling.noise import Stream, uniform
-from engine.sampling.penalties import TokenCounts
-from engine.sampling.rows import RequestSampling
-from engine.sampling.sampler import SamplingRow, logits_to_probs, sample
-from engine.sampling.verify import Drafts, Verified, draw_drafts, residual, verify
+from engine.sampling import batch as batch_module
+from engine.sampling.batch import make_batch
+from engine.sampling.counts import PENDING, CountTables
+from engine.sampling.noise import Stream, uniform, uniforms
+from engine.sampling.rows import RequestSampling, SamplingRow
+from engine.sampling.verify import Drafts, Verified, draw_drafts, verify
+from kernels import ops
+from kernels.reference_sampling import residual
+from tests.engine.sampling_rows import logits_to_probs, penalised_row, row_counts, sample, sampling_row, with_params
 
 VOCAB_SIZE = 6
 PADDED_SIZE = 8
@@ -41,7 +44,7 @@ EVERYTHING = {
     "frequency_penalty": 0.3,
     "logit_bias": {2: 1.0, 5: -0.5},
 }
-Draw = Callable[[torch.Tensor, list[SamplingRow], list[bool]], tuple[list[int | None], torch.Tensor]]
+Draw = Callable[[torch.Tensor, list[SamplingRow], list[bool]], tuple[list[int | None], torch.Tensor | None]]
 
 
 class TableModel:
@@ -65,11 +68,8 @@ DRAFT = TableModel(2, TARGET.table)
 def exact_distribution(**params) -> dict[tuple[int, ...], float]:
     """Probability of each continuation of NUM_TOKENS tokens, by the definition, without speculation."""
     prefixes = [p for count in range(NUM_TOKENS) for p in itertools.product(range(VOCAB_SIZE), repeat=count)]
-    rows: list[SamplingRow] = []
-    for prefix in prefixes:
-        counts = TokenCounts(len(PROMPT), params.get("penalty_window", 0))
-        counts.advance([*PROMPT, *prefix])
-        rows.append(SamplingRow(SamplingParams(**params), 0, len(PROMPT) + len(prefix), counts))
+    tables = CountTables()
+    rows = [penalised_row(PROMPT, prefix, tables, **params) for prefix in prefixes]
     logits = torch.stack([TARGET([*PROMPT, *prefix]) for prefix in prefixes])
     following = dict(zip(prefixes, logits_to_probs(logits, rows, VOCAB_SIZE).double().tolist()))
     return {
@@ -102,6 +102,7 @@ def model_drafts(requests: Sequence[Request], samplings: Sequence[RequestSamplin
         logits = torch.stack([DRAFT([*requests[i].token_ids, *drafts[i]]) for i in active])[:, :VOCAB_SIZE]
         rows = [samplings[i].row(drafts[i]) for i in active]
         token_ids, own = draw(logits, rows, [False] * len(active))
+        assert own is not None
         for i, token_id, q in zip(active, token_ids, own):
             assert token_id is not None
             drafts[i].append(token_id)
@@ -114,7 +115,7 @@ Verify = Callable[[torch.Tensor, list[SamplingRow], list[Drafts]], list[Verified
 
 
 def true_verify(logits: torch.Tensor, rows: list[SamplingRow], drafts: list[Drafts]) -> list[Verified]:
-    return verify(logits, rows, drafts, VOCAB_SIZE)
+    return verify(logits, rows, drafts, VOCAB_SIZE).result()
 
 
 def speculate(
@@ -125,7 +126,8 @@ def speculate(
         Request(str(seed), list(PROMPT), SamplingParams(**{"temperature": 1.0, "top_p": 1.0, **params}), seed=seed)
         for seed in range(count)
     ]
-    samplings = [RequestSampling(request) for request in requests]
+    tables = CountTables()
+    samplings = [RequestSampling(request, tables) for request in requests]
     num_drafted = num_accepted = 0
     while open_ := [i for i, request in enumerate(requests) if request.num_output_tokens < NUM_TOKENS]:
         own_requests, own_samplings = [requests[i] for i in open_], [samplings[i] for i in open_]
@@ -189,11 +191,6 @@ def test_the_answer_follows_the_models_distribution_with_few_settings_on(drafter
 # ---------------------------------------------------------------- known wrong ways, which the test has to notice
 
 
-def without(row: SamplingRow, **off) -> SamplingRow:
-    values = {name: getattr(row.params, name) for name in row.params.__struct_fields__}
-    return SamplingRow(SamplingParams(**{**values, **off}), row.seed, row.position, row.counts)
-
-
 FILTERS_OFF = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
 
 
@@ -208,39 +205,44 @@ def filters_skipped(logits: torch.Tensor, rows: list[SamplingRow], drafts: list[
     own = iter(rows)
     changed = []
     for each in drafts:
-        changed += [without(next(own), **FILTERS_OFF) for _ in each.token_ids] + [next(own)]
-    return verify(logits, changed, drafts, VOCAB_SIZE)
+        changed += [with_params(next(own), **FILTERS_OFF) for _ in each.token_ids] + [next(own)]
+    return verify(logits, changed, drafts, VOCAB_SIZE).result()
 
 
 def bias_skipped(logits: torch.Tensor, rows: list[SamplingRow], drafts: list[Drafts]) -> list[Verified]:
     own = iter(rows)
     changed = []
     for each in drafts:
-        changed += [without(next(own), logit_bias={}) for _ in each.token_ids] + [next(own)]
-    return verify(logits, changed, drafts, VOCAB_SIZE)
+        changed += [with_params(next(own), logit_bias={}) for _ in each.token_ids] + [next(own)]
+    return verify(logits, changed, drafts, VOCAB_SIZE).result()
 
 
 def penalties_without_drafts(logits: torch.Tensor, rows: list[SamplingRow], drafts: list[Drafts]) -> list[Verified]:
     """All rows of a request count the tokens before its first draft."""
-    start = 0
-    for each in drafts:
-        for row in rows[start : start + len(each.token_ids) + 1]:
-            row.counts = rows[start].counts
-        start += len(each.token_ids) + 1
-    return verify(logits, rows, drafts, VOCAB_SIZE)
+    for row in rows:
+        row.following = [PENDING] * len(row.following)
+    return verify(logits, rows, drafts, VOCAB_SIZE).result()
 
 
 def same_noise(logits: torch.Tensor, rows: list[SamplingRow], drafts: list[Drafts]) -> list[Verified]:
     """One number decides about a draft, about what replaces it, and drew it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify_module, "uniform", lambda seed, position, stream: uniform(seed, position, Stream.DRAFT))
-        return verify(logits, rows, drafts, VOCAB_SIZE)
+        patch.setattr(
+            batch_module, "uniforms", lambda seeds, at, streams: uniforms(seeds, at, [Stream.DRAFT] * len(seeds))
+        )
+        return verify(logits, rows, drafts, VOCAB_SIZE).result()
 
 
 def replaced_from_p(logits: torch.Tensor, rows: list[SamplingRow], drafts: list[Drafts]) -> list[Verified]:
+    true = ops.verify_drafts
+
+    def wrong(logits, batch, draft_ids, draft_probs, accept_uniforms):
+        accepted, _, healthy = true(logits, batch, draft_ids, draft_probs, accept_uniforms)
+        return accepted, ops.sample(logits, batch)[0], healthy
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify_module, "residual", lambda p, q: p.double())
-        return verify(logits, rows, drafts, VOCAB_SIZE)
+        patch.setattr(ops, "verify_drafts", wrong)
+        return verify(logits, rows, drafts, VOCAB_SIZE).result()
 
 
 @pytest.mark.parametrize(
@@ -266,8 +268,7 @@ def test_the_test_notices_known_wrong_ways(drafter, wrong):
 
 
 def rows_for(count: int, seed: int = 0, **params) -> list[SamplingRow]:
-    own = SamplingParams(**{"temperature": 1.0, "top_p": 1.0, **params})
-    return [SamplingRow(own, seed, position) for position in range(count)]
+    return [sampling_row(seed, position, **params) for position in range(count)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -278,7 +279,7 @@ def test_certain_drafts_change_no_token_of_a_seed(data, seed, temperature):
     rows = rows_for(5, seed, temperature=temperature, top_p=0.9)
     plain = sample(logits.clone(), rows).token_ids
     drafts = [data.draw(st.sampled_from([plain[i], (plain[i] or 0) + 1])) for i in range(4)]
-    (result,) = verify(logits, rows, [Drafts(drafts)])
+    (result,) = verify(logits, rows, [Drafts(drafts)]).result()
     length = next((i for i, draft in enumerate(drafts) if draft != plain[i]), 4) + 1
     assert result.token_ids == plain[:length]
 
@@ -286,9 +287,9 @@ def test_certain_drafts_change_no_token_of_a_seed(data, seed, temperature):
 def test_greedy_rows_compare_the_likeliest_token():
     logits = torch.eye(4)[[2, 0, 3]]
     rows = rows_for(3, temperature=0.0)
-    assert verify(logits.clone(), rows, [Drafts([2, 0])])[0].token_ids == [2, 0, 3]
-    assert verify(logits.clone(), rows, [Drafts([2, 1])])[0].token_ids == [2, 0]
-    assert verify(logits.clone(), rows, [Drafts([1, 0])])[0].token_ids == [2]
+    assert verify(logits.clone(), rows, [Drafts([2, 0])]).result()[0].token_ids == [2, 0, 3]
+    assert verify(logits.clone(), rows, [Drafts([2, 1])]).result()[0].token_ids == [2, 0]
+    assert verify(logits.clone(), rows, [Drafts([1, 0])]).result()[0].token_ids == [2]
 
 
 def test_where_the_residual_is_empty_the_models_distribution_takes_its_place():
@@ -300,7 +301,7 @@ def test_where_the_residual_is_empty_the_models_distribution_takes_its_place():
     logits = torch.tensor([[0.0, 0.0, -torch.inf]] * 2)
     for seed in range(20):
         drafts = Drafts([2], torch.tensor([[1.0, 1.0, 1.0]]))
-        (result,) = verify(logits.clone(), rows_for(2, seed), [drafts])
+        (result,) = verify(logits.clone(), rows_for(2, seed), [drafts]).result()
         assert result.token_ids is not None and len(result.token_ids) == 1 and result.token_ids[0] in (0, 1)
 
 
@@ -310,7 +311,7 @@ def test_drafts_with_the_models_own_distribution_are_always_accepted():
         rows = rows_for(4, seed, top_p=0.8)
         token_ids, probs = draw_drafts(logits[:3].clone(), rows[:3], [False] * 3)
         drafts = Drafts([token_id for token_id in token_ids if token_id is not None], probs)
-        (result,) = verify(logits.clone(), rows, [drafts])
+        (result,) = verify(logits.clone(), rows, [drafts]).result()
         assert result.token_ids is not None and result.token_ids[:3] == token_ids
 
 
@@ -324,14 +325,14 @@ def test_requests_with_and_without_drafts_are_verified_side_by_side_as_alone():
         token_ids, probs = draw_drafts(logits[:count] * 0.8, rows[:count], [not drawn] * count) if count else ([], None)
         drafts = Drafts([each for each in token_ids if each is not None], probs if drawn else None)
         parts.append((logits, rows, drafts))
-    alone = [verify(logits.clone(), rows, [drafts])[0] for logits, rows, drafts in parts]
+    alone = [verify(logits.clone(), rows, [drafts]).result()[0] for logits, rows, drafts in parts]
     for order in (range(6), (5, 2, 0, 4, 3, 1)):
         chosen = [parts[i] for i in order]
         together = verify(
             torch.cat([logits for logits, _, _ in chosen]),
             [row for _, rows, _ in chosen for row in rows],
             [drafts for _, _, drafts in chosen],
-        )
+        ).result()
         assert [each.token_ids for each in together] == [alone[i].token_ids for i in order]
         assert together[0].logprobs == alone[order[0]].logprobs
 
@@ -340,7 +341,7 @@ def test_logprobs_of_accepted_tokens_are_the_models_own():
     logits = torch.tensor([[0.0, 2.0, 1.0], [1.0, 0.0, 3.0], [5.0, 0.0, 0.0]])
     expected = torch.log_softmax(logits, -1)
     rows = rows_for(3, temperature=0.0, logprobs=2, logit_bias={1: 0.5})
-    (result,) = verify(logits.clone(), rows, [Drafts([1, 2])])
+    (result,) = verify(logits.clone(), rows, [Drafts([1, 2])]).result()
     assert result.token_ids == [1, 2, 0] and len(result.logprobs) == 3
     for row, (token_id, report) in enumerate(zip([1, 2, 0], result.logprobs)):
         assert report is not None and report.chosen == pytest.approx(float(expected[row, token_id]))
@@ -357,7 +358,7 @@ def test_a_bad_row_fails_its_request_only_and_only_if_it_is_reached(probs):
         torch.cat([good, bad, bad, good[:1]]),
         [*rows, *rows, *rows, rows[0]],
         [Drafts([0, 0], probs), Drafts([0, 0], probs), Drafts([1, 0], probs), Drafts()],
-    )
+    ).result()
     assert [each.token_ids for each in results] == [[0, 0, 0], None, [0], [0]]
 
 
@@ -365,14 +366,16 @@ def test_padding_of_the_vocabulary_is_neither_said_nor_accepted():
     logits = torch.zeros(2, 4)
     logits[:, 3] = 50.0
     for seed in range(20):
-        (result,) = verify(logits.clone(), rows_for(2, seed), [Drafts([3])], vocab_size=3)
+        (result,) = verify(logits.clone(), rows_for(2, seed), [Drafts([3])], vocab_size=3).result()
         assert result.token_ids is not None and len(result.token_ids) == 1 and result.token_ids[0] < 3
 
 
 def test_bad_logits_of_a_draft_model_draft_nothing_and_leave_the_others_alone():
     logits = torch.tensor([[0.0, 5.0], [torch.nan, 0.0], [5.0, 0.0]])
+    token_ids, probs = draw_drafts(logits.clone(), rows_for(3, temperature=0.01), [True, True, False])
+    assert token_ids == [1, None, 0] and probs is not None and probs.dtype == torch.float32
     token_ids, probs = draw_drafts(logits, rows_for(3, temperature=0.0), [True] * 3)
-    assert token_ids == [1, None, 0] and probs.dtype == torch.float32
+    assert token_ids == [1, None, 0] and probs is None
 
 
 # ---------------------------------------------------------------- rows and noise
@@ -381,15 +384,21 @@ def test_bad_logits_of_a_draft_model_draft_nothing_and_leave_the_others_alone():
 def test_drafts_before_a_position_count_as_output_there():
     params = SamplingParams(presence_penalty=0.5, min_tokens=3, stop_token_ids=(5,))
     request = Request("r", [1, 2, 3], params, num_prompt_tokens=2, end_token_ids=frozenset({0}))
-    rows = RequestSampling(request).rows([4, 3])
+    rows = RequestSampling(request, CountTables()).rows([4, 3])
     assert [row.position for row in rows] == [3, 4, 5]
-    assert [dict(row.counts.output) for row in rows if row.counts is not None] == [{3: 1}, {3: 1, 4: 1}, {3: 2, 4: 1}]
+    assert [counts for _, counts in counts_of(rows)] == [{3: 1}, {3: 1, 4: 1}, {3: 2, 4: 1}]
     assert [set(row.forbidden_token_ids) for row in rows] == [{0, 5}, {0, 5}, set()]
     request.token_ids += [4, 1]
-    again = RequestSampling(request).rows()
-    assert again[0].counts is not None and again[0].counts.output == Counter({3: 1, 4: 1, 1: 1})
+    assert counts_of(RequestSampling(request, CountTables()).rows())[0][1] == {3: 1, 4: 1, 1: 1}
 
 
+def counts_of(rows: Sequence[SamplingRow]) -> list[tuple[Counter[int], Counter[int]]]:
+    penalties = make_batch(torch.zeros(len(rows), VOCAB_SIZE), rows, [Stream.DRAW] * len(rows)).penalties
+    assert penalties is not None
+    return [row_counts(penalties, index) for index in range(len(rows))]
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 3), min_size=1, max_size=8),
     output=st.lists(st.integers(0, 3), max_size=8),
@@ -397,14 +406,15 @@ def test_drafts_before_a_position_count_as_output_there():
     window=st.integers(0, 9),
 )
 def test_counts_after_drafts_equal_counts_made_afresh(prompt, output, drafts, window):
-    counts = TokenCounts(len(prompt), window)
-    counts.advance([*prompt, *output])
-    before = counts.sequence.copy(), counts.output.copy()
-    fresh = TokenCounts(len(prompt), window)
-    fresh.advance([*prompt, *output, *drafts])
-    after = counts.after([*prompt, *output], drafts)
-    assert (after.sequence, after.output) == (fresh.sequence, fresh.output)
-    assert (counts.sequence, counts.output) == before
+    params = SamplingParams(presence_penalty=0.5, penalty_window=window)
+    request = Request("r", [*prompt, *output], params, num_prompt_tokens=len(prompt))
+    sampling = RequestSampling(request, CountTables())
+    before, *rest = counts_of(sampling.rows(drafts))
+    for count, after in enumerate(rest, start=1):
+        known = [*output, *drafts[:count]]
+        fresh = penalised_row(prompt, known, CountTables(), presence_penalty=0.5, penalty_window=window)
+        assert after == counts_of([fresh])[0]
+    assert counts_of(sampling.rows()) == [before]
 
 
 def test_the_streams_of_noise_at_a_position_are_independent():

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.layers.linear import Linear
+from engine.layers.mlp import GatedMLP, MixtureOfExperts
 from engine.llm import LLM
 from engine.protocol import SamplingParams
-from engine.quantization.triton_tiles import TritonWeight
+from engine.quantization import DenseWeight
+from engine.quantization.int4 import quantize_int4
+from engine.quantization.int8 import quantize_int8
+from engine.quantization.triton_tiles import TritonWeight, triton_affine
 from kernels import ops
 from tests.engine.families import FAMILIES, save_family
 from tests.engine.gguf_writer import write_gguf_model
 
 pytest.importorskip("triton", reason="triton is made for Linux only")
 
-PROMPTS = [[5, 9, 3, 7], list(range(2, 12))]
+PROMPTS = [[5, 9, 3], list(range(2, 9))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
 
@@ -48,6 +56,70 @@ def test_integer_weights_integer_caches_and_drafts_give_the_references_tokens(op
     save_family("llama", tmp_path)
     expected = tokens(tmp_path, "reference", monkeypatch, **options)
     assert tokens(tmp_path, "triton", monkeypatch, **options) == expected
+
+
+# ---------------------------------------------------------------- experts
+
+
+def expert(formats: tuple[str, str], seed: int, permutation: torch.Tensor | None = None) -> GatedMLP:
+    generator = torch.Generator().manual_seed(seed)
+
+    def linear(kind: str, out: int) -> Linear:
+        weight = torch.randn(out, 32, generator=generator)
+        bias = torch.randn(out, generator=generator)
+        if kind == "dense":
+            return Linear(DenseWeight(weight), bias)
+        matrix = replace(
+            quantize_int4(weight, 16) if kind == "int4" else quantize_int8(weight), permutation=permutation
+        )
+        tiled = triton_affine(matrix, torch.float32)
+        assert tiled is not None
+        return Linear(tiled, bias)
+
+    gate = functools.partial(ops.clamped_swiglu, alpha=1.702, limit=2.0)
+    return GatedMLP(linear(formats[0], 64), linear(formats[1], 32), gate)
+
+
+@pytest.fixture
+def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(ops.BACKEND_VARIABLE, "triton")
+    ops._backend.cache_clear()
+    yield
+    ops._backend.cache_clear()
+
+
+def mixture(experts: list[GatedMLP]) -> MixtureOfExperts:
+    router = torch.randn(len(experts), 32, generator=torch.Generator().manual_seed(9))
+    return MixtureOfExperts(Linear(DenseWeight(router)), experts, num_chosen=2, normalize=True)
+
+
+@pytest.mark.parametrize("formats", [("dense", "int8"), ("int4", "dense")])
+def test_experts_of_one_format_are_stacked_and_share_the_memory(formats, triton_kernels):
+    experts = [expert(formats, seed) for seed in range(3)]
+    apart = [each.gate_up.weight.dequantize().clone() for each in experts]
+    nbytes = sum(each.nbytes for each in experts)
+    layer = mixture(experts)
+    assert layer.is_capturable and layer.grouped is not None
+    assert all(torch.equal(each.gate_up.weight.dequantize(), own) for each, own in zip(experts, apart))
+    stack = layer.grouped.down if formats[1] == "dense" else layer.grouped.gate_up
+    last = experts[-1].down.weight if formats[1] == "dense" else experts[-1].gate_up.weight
+    assert isinstance(stack, torch.Tensor) and stack[-1].data_ptr() == last.dequantize().data_ptr()
+    assert layer.nbytes == layer.router.nbytes + nbytes
+    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    together = layer(hidden)
+    layer.grouped = None
+    torch.testing.assert_close(together, layer(hidden), atol=1e-4, rtol=1e-4)
+
+
+def test_experts_that_cannot_be_one_stack_are_computed_one_after_another(triton_kernels):
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(3))
+    mixed = [expert(("dense", "dense"), 0), expert(("dense", "int4"), 1)]
+    act_order = [expert(("int4", "int4"), seed, order) for seed in range(2)]
+    for experts in (mixed, act_order):
+        kept = [each.down.weight for each in experts]
+        layer = mixture(experts)
+        assert not layer.is_capturable
+        assert [each.down.weight for each in experts] == kept
 
 
 @pytest.mark.parametrize("tensor_type", ["Q4_0"])

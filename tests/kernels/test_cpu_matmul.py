@@ -68,14 +68,19 @@ def product(
     program.quantize(source, activation)
     program.matmul(activation, weight, out, epilogue, bias)
     program.run(StepBatch.of_rows(x.shape[0]))
-    values = activation.tensors[0]
+    if activation.struct.kind == ActivationKind.F32:
+        return out, activation.tensors[0]
+    values, scales = rows_of_panels(activation.tensors[0]), rows_of_panels(activation.tensors[1])
     if activation.struct.kind == ActivationKind.BYTE_PAIR:
-        high, low = values.view(torch.int8).view(x.shape[0], -1, 2, 4).int().unbind(2)
-        values = (256 * high + low).reshape(x.shape)
-    values = values.float()
-    if activation.struct.kind != ActivationKind.F32:
-        values = values * activation.tensors[1].repeat_interleave(library.GROUP, dim=1)
-    return out, values
+        high, low = values.view(torch.int8).view(values.shape[0], -1, 2, 4).int().unbind(2)
+        values = (256 * high + low).view(values.shape)
+    return out, (values * scales.repeat_interleave(library.GROUP, dim=1))[: x.shape[0]]
+
+
+def rows_of_panels(panels: torch.Tensor) -> torch.Tensor:
+    """An activation's values or scales row by row: in its buffer 4 bytes of each row of a panel lie side by side."""
+    units = panels.view(torch.int32).view(panels.shape[0] // library.PANEL, -1, library.PANEL)
+    return units.transpose(1, 2).contiguous().view(panels.shape[0], -1).view(panels.dtype)
 
 
 def assert_equals_product(out: torch.Tensor, seen: torch.Tensor, exact: torch.Tensor) -> None:
@@ -119,8 +124,8 @@ def test_any_bytes_of_a_file_are_held_exactly(instruction_set: str, source_forma
 def test_a_product_equals_the_exact_one_of_its_quantised_input(
     instruction_set: str, source_format: SourceFormat
 ) -> None:
-    weight, exact = random_weight(source_format, 44, 3)
-    for num_rows in (1, 7, 18, 70):  # 8, 4, 3, 2 and 1 at a time, more than fit a block of 64
+    weight, exact = random_weight(source_format, 36, 3)  # 5 tiles, which are multiplied two at a time
+    for num_rows in (1, 7, 18, 131):  # 4, 3, 2 and 1 at a time, more than fit a block of 128
         x = torch.randn(num_rows, weight.columns, generator=torch.Generator().manual_seed(num_rows))
         for precise in (True, False):
             out, seen = product(weight, x, precise=precise)

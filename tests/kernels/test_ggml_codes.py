@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels import ops
+from kernels.ggml import MXFP4_VALUES
 from kernels.ggml_codes import CODED_FORMATS, ggml_codes
 from tests.kernels.ggml_blocks import quantize
 
@@ -18,7 +19,8 @@ def test_codes_scales_and_minimums_are_the_numbers_of_the_file(tensor_type):
     parts = ggml_codes(packed, tensor_type)
     assert int(parts.codes.max()) < 2**parts.bits
     group = 512 // parts.scales.shape[1]
-    numbers = (parts.codes.float() - parts.zero) * parts.scales.repeat_interleave(group, 1)
+    codes = torch.tensor(MXFP4_VALUES)[parts.codes.int()] if tensor_type == "MXFP4" else parts.codes
+    numbers = (codes.float() - parts.zero) * parts.scales.repeat_interleave(group, 1)
     if parts.minimums is not None:
         numbers += parts.minimums.repeat_interleave(group, 1)
     torch.testing.assert_close(numbers, expected, rtol=1e-6, atol=1e-7)

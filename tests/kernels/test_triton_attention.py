@@ -7,6 +7,7 @@ import torch
 
 from kernels import reference
 from kernels.kv import KVLayer, quantize_int8
+from kernels.metadata import AttentionMetadata
 from tests.kernels.oracle import PagedBatch, attention_by_hand, paged_batch
 
 pytest.importorskip("triton", reason="triton is made for Linux only")
@@ -32,7 +33,7 @@ def test_any_number_of_query_heads_share_the_keys_of_one(num_heads, num_kv_heads
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [4, 1], [17, 1]])
 def test_long_contexts_give_the_same_in_splits_and_whole(query_lens):
-    lengths = [attention.SPLIT_KEYS + 1, 3]
+    lengths = [attention.LEAST_SPLIT_KEYS + 1, 3]
     lengths[1] = max(lengths[1], query_lens[1])
     batch = paged_batch(query_lens, lengths, 4, 2, 64)
     torch.testing.assert_close(attend(batch, 0.125), attention_by_hand(batch, 0.125), atol=2e-6, rtol=1e-5)
@@ -40,7 +41,7 @@ def test_long_contexts_give_the_same_in_splits_and_whole(query_lens):
 
 @pytest.mark.parametrize("window", [1, 16, 100, 600])
 def test_a_window_hides_keys_at_its_far_edge_and_beyond(window):
-    batch = paged_batch([1, 5, 4], [2 * attention.SPLIT_KEYS + 5, 33, 4], 4, 2, 64)
+    batch = paged_batch([1, 5, 4], [2 * attention.LEAST_SPLIT_KEYS + 5, 33, 4], 4, 2, 64)
     expected = attention_by_hand(batch, 0.125, window=window)
     torch.testing.assert_close(attend(batch, 0.125, window=window), expected, atol=2e-6, rtol=1e-5)
 
@@ -53,7 +54,7 @@ def test_a_soft_cap_bounds_scores_before_the_mask(window):
     torch.testing.assert_close(attend(batch, 0.1, window=window, soft_cap=5.0), expected, atol=5e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("seq_len", [20, attention.SPLIT_KEYS + 20])
+@pytest.mark.parametrize("seq_len", [20, attention.LEAST_SPLIT_KEYS + 20])
 def test_a_sink_takes_its_share_once(seq_len):
     batch = paged_batch([1, 3], [seq_len, 9], 6, 2, 64)
     sinks = torch.tensor([3.0, -2.0, 0.0, 5.0, 1.0, -30.0])
@@ -81,11 +82,48 @@ def test_half_precision_is_as_exact_as_its_numbers(head_dim):
     torch.testing.assert_close(out.float(), attention_by_hand(batch, 0.125), atol=4e-3, rtol=1e-2)
 
 
-def test_a_sequences_decode_does_not_depend_on_its_company():
-    batch = paged_batch([1, 1, 1], [17, 600, 300], 6, 2, 64)
+def test_a_row_does_not_depend_on_its_company(monkeypatch):
+    """A decode, the verification of drafts and prefill chunks in one batch, with and without splits, bit by bit."""
+    monkeypatch.setattr(attention, "LEAST_SPLIT_KEYS", 64)
+    query_lens, seq_lens = [1, 18, 1, 4, 3], [150, 40, 17, 100, 20]
+    batch = paged_batch(query_lens, seq_lens, 2, 1, 64)
     together = attend(batch, 0.125)
-    alone = paged_batch([1], [600], 6, 2, 64)
-    alone.kv_cache = batch.kv_cache
-    alone.metadata = type(batch.metadata).build(batch.metadata.block_tables[1:2], [1], [600], 16)
-    alone.q = batch.q[1:2]
-    assert torch.equal(attend(alone, 0.125), together[1:2])
+    torch.testing.assert_close(together, attention_by_hand(batch, 0.125), atol=2e-6, rtol=1e-5)
+    row = 0
+    for seq, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens)):
+        table = batch.metadata.block_tables[seq]
+        metadata = AttentionMetadata.build([table], [query_len], [seq_len], 16)
+        rows = slice(row, row + query_len)
+        alone = PagedBatch(batch.q[rows], batch.kv_cache, metadata, [], [])
+        assert torch.equal(attend(alone, 0.125), together[rows])
+        row += query_len
+
+
+@pytest.mark.parametrize("window", [None, 500])
+def test_very_long_contexts_have_longer_splits_rather_than_more(window, monkeypatch):
+    monkeypatch.setattr(attention, "LEAST_SPLIT_KEYS", 64)
+    monkeypatch.setattr(attention, "MOST_SPLITS", 2)
+    batch = paged_batch([1], [900], 2, 2, 64)
+    expected = attention_by_hand(batch, 0.125, window=window)
+    torch.testing.assert_close(attend(batch, 0.125, window=window), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_a_captured_step_computes_any_sequences_within_its_bounds():
+    """The bounds alone decide what is launched; a sequence may compute no token."""
+    batch = paged_batch([3, 1], [20, 33], 4, 2, 64)
+    plain = batch.metadata
+    static = AttentionMetadata(
+        [3, 3, 3],
+        [9, 9, 9],
+        [],
+        16,
+        plain.slot_mapping,
+        torch.cat((plain.block_table, torch.zeros_like(plain.block_table[:1]))),
+        torch.tensor([0, 3, 4, 4], dtype=torch.int32),
+        torch.tensor([20, 33, 0], dtype=torch.int32),
+        query_len_bound=3,
+        seq_len_bound=600,
+    )
+    expected = attend(batch, 0.125)
+    batch.metadata = static
+    assert torch.equal(attend(batch, 0.125), expected)

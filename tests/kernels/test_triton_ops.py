@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.ggml import MXFP4_VALUES
 from kernels.kv import KVLayer
 
 pytest.importorskip("triton", reason="triton is made for Linux only")
-from kernels.triton import matmul, moe, norm, rope
+from kernels.triton import matmul, moe, norm, rope, routing
+from kernels.triton.launch import recording
 
 DTYPES = [torch.float32, torch.float16]
 TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
@@ -86,16 +88,25 @@ def test_rope_normalises_queries_and_keys_first():
     normed = qkv.clone()
     normed[:, :2] = reference.rms_norm(qkv[:, :2], q_norm, 1e-6)
     normed[:, 2:4] = reference.rms_norm(qkv[:, 2:4], k_norm, 1e-6)
-    own, expected = (KVLayer(torch.zeros(1, 16, 2, 2, 64)) for _ in range(2))
+    expected = KVLayer(torch.zeros(1, 16, 2, 2, 64))
     slots = torch.arange(3)
-    q = rope.rope_and_write_kv(qkv, cos, sin, own, slots, q_norm, k_norm, 1e-6)
-    torch.testing.assert_close(q, reference.rope_and_write_kv(normed, cos, sin, expected, slots))
-    torch.testing.assert_close(own.data, expected.data)
+    expected_q = reference.rope_and_write_kv(normed, cos, sin, expected, slots)
+    for operation in (rope.rope_and_write_kv, reference.rope_and_write_kv):
+        own = KVLayer(torch.zeros(1, 16, 2, 2, 64))
+        torch.testing.assert_close(operation(qkv, cos, sin, own, slots, q_norm, k_norm, 1e-6), expected_q)
+        torch.testing.assert_close(own.data, expected.data)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", [1, 7, 40])
-@pytest.mark.parametrize(("rows", "columns", "group"), [(48, 256, 32), (33, 576, 64), (40, 256, 256), (17, 96, 16)])
+@pytest.mark.parametrize("num_rows", [3, 20])
+@pytest.mark.parametrize(
+    ("rows", "columns", "group", "dtype"),
+    [
+        (48, 256, 32, torch.float16),
+        (33, 192, 64, torch.float32),
+        (20, 256, 256, torch.float16),
+        (17, 96, 16, torch.float32),
+    ],
+)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_products_with_integer_weights(bits, rows, columns, group, num_rows, dtype):
     generator = torch.Generator().manual_seed(0)
@@ -128,15 +139,40 @@ def test_a_whole_zero_point_is_exact(bits, zero, dtype):
         assert error < (1e-6 if dtype == torch.float32 else 2e-3)
 
 
+def test_few_rows_share_out_the_inputs_of_a_small_matrix_in_parts_of_whole_tiles():
+    """17 tiles: the parts are not alike."""
+    codes = torch.randint(0, 16, (24, 17 * 128), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    tiled = matmul.tile_weight(codes, torch.full((24, 17), 0.1), None, 4, torch.float32, 8)
+    x, bias = normal(2, 17 * 128), normal(24, seed=1)
+    with recording((9, 0)) as launches:
+        matmul.tiled_linear(x, tiled, bias)
+    assert [launch.kernel.__name__ for launch in launches] == ["tiled_matmul_kernel", "sum_splits_kernel"]
+    expected = x.double() @ ((codes.double() - 8) * 0.1).T + bias.double()
+    torch.testing.assert_close(matmul.tiled_linear(x, tiled, bias).double(), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_four_bit_floats_are_exact(dtype):
+    codes = torch.arange(16, dtype=torch.uint8).repeat(3, 6)
+    scales = torch.tensor([0.25, 2.0, 0.5]).repeat(3, 1)
+    tiled = matmul.tile_weight(codes, scales, None, 4, dtype, is_float=True)
+    numbers = torch.tensor(MXFP4_VALUES)[codes.int()] * scales.repeat_interleave(32, 1)
+    assert torch.equal(matmul.untile(tiled), numbers)
+    for num_rows in (1, 17):
+        x = torch.eye(96, dtype=dtype)[40 : 40 + num_rows]
+        assert torch.equal(matmul.tiled_linear(x, tiled), numbers.T[40 : 40 + num_rows].to(dtype))
+
+
 def test_groups_that_cannot_be_tiled_are_refused():
     codes = torch.zeros(4, 40, dtype=torch.uint8)
     with pytest.raises(ValueError, match="groups of 20"):
         matmul.tile_weight(codes, torch.ones(4, 2), None, 4, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens", [1, 5, 40])
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("num_tokens", [1, 43])
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(16, torch.float32), (16, torch.float16), (8, torch.float16), (4, torch.float32)]
+)
 def test_each_row_meets_the_expert_it_chose(bits, num_tokens, dtype):
     num_experts, num_chosen, rows, columns = 5, 2, 24, 96
     generator = torch.Generator().manual_seed(num_tokens)
@@ -152,14 +188,51 @@ def test_each_row_meets_the_expert_it_chose(bits, num_tokens, dtype):
         weight: torch.Tensor | matmul.TiledWeight = plain.to(dtype)
     else:
         parts = [matmul.tile_weight(codes[e], scales[e], minimums[e], bits, dtype) for e in range(num_experts)]
-        weight = moe.stack_tiled(parts)
+        stack = moe.stack_tiled(parts)
+        assert stack is not None
+        weight = stack
     x, bias = normal(num_tokens, columns, dtype=dtype), normal(num_experts, rows, seed=4, dtype=dtype)
     shares = torch.rand(num_tokens, num_chosen, generator=generator)
 
-    by_expert = moe.sort_by_expert(chosen, num_experts)
-    own = moe.combine(moe.grouped_linear(x, weight, by_expert, bias, gather=True), by_expert, shares)
+    by_expert = routing.sort_by_expert(chosen, num_experts)
+    own = routing.combine(moe.grouped_linear(x, weight, by_expert, bias, gather=True), by_expert, shares)
 
     each = torch.einsum("tc,tkrc->tkr", x.double(), plain[chosen]) + bias.double()[chosen]
     expected = (each * shares.double().unsqueeze(-1)).sum(1)
     error = (own.double() - expected).abs().max() / expected.abs().max()
     assert error < (2e-6 if dtype == torch.float32 else 4e-3)
+
+
+def test_a_stack_takes_experts_that_differ_in_how_they_store_their_zero_point_only():
+    codes = torch.arange(16, dtype=torch.uint8).repeat(4, 2)
+    scales = torch.full((4, 1), 0.5)
+    symmetric = matmul.tile_weight(codes, scales, None, 4, torch.float32, 8)
+    shifted = matmul.tile_weight(codes, scales, scales, 4, torch.float32)
+    stack = moe.stack_tiled([symmetric, shifted])
+    assert stack is not None
+    for own, part in zip(moe.unstack_tiled(stack), (symmetric, shifted)):
+        assert torch.equal(matmul.untile(own), matmul.untile(part))
+    assert moe.stack_tiled([symmetric, matmul.tile_weight(codes, scales, None, 8, torch.float32, 8)]) is None
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_experts_are_chosen_by_their_logits(normalize):
+    logits = normal(4, 11)
+    chosen, shares = routing.choose_experts(logits, 3, normalize)
+    best, expected = logits.topk(3)
+    assert torch.equal(chosen, expected)
+    weights = best.softmax(-1) if normalize else logits.softmax(-1).gather(-1, expected)
+    torch.testing.assert_close(shares, weights)
+    bad, _ = routing.choose_experts(torch.full((1, 11), float("nan")), 3, normalize)
+    assert set(bad.flatten().tolist()) <= set(range(11))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 70])
+def test_few_pairs_and_many_are_sorted_alike(num_tokens, monkeypatch):
+    chosen = torch.randint(0, 5, (num_tokens, 2), generator=torch.Generator().manual_seed(0))
+    few = routing.sort_by_expert(chosen, 6)
+    monkeypatch.setattr(routing, "_SORTED_AT_ONCE", 0)
+    many = routing.sort_by_expert(chosen, 6)
+    for name in ("order", "places", "first_rows", "first_blocks"):
+        assert torch.equal(getattr(few, name), getattr(many, name))
+    assert torch.equal(chosen.flatten()[few.order], chosen.flatten().sort().values)

@@ -3,16 +3,10 @@
 // keys; long contexts are split and reduced (Flash-Decoding).
 #pragma once
 
+#include <memory>
 #include <type_traits>
 
 #include "elementwise.h"
-
-// The accumulators live in registers only if these loops disappear.
-#if defined(__GNUC__)
-#define KV_UNROLL _Pragma("GCC unroll 8")
-#else
-#define KV_UNROLL
-#endif
 
 namespace KV_ISA {
 
@@ -242,7 +236,9 @@ inline void attention_item(const KvOp& op, const KvBatch& batch, const Attention
 
 inline void attention(const KvOp& op, const KvBatch& batch, const AttentionItem* items, int32_t num_items,
                       WorkQueue& queue) {
-    static thread_local AttentionScratch scratch;
+    // Behind a pointer: GCC looks for a thread's own variables again at each use.
+    static thread_local const auto own_scratch = std::make_unique<AttentionScratch>();
+    AttentionScratch& scratch = *own_scratch;
     for (int i = queue.take(); i < num_items; i = queue.take()) {
         switch (op.attention->cache_kind) {
             case KV_CACHE_F16: attention_item<uint16_t>(op, batch, items[i], scratch); break;

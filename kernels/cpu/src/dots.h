@@ -38,32 +38,52 @@ struct Sums {
 inline Sums operator+(Sums a, Sums b) { return {_mm256_add_epi32(a.v, b.v)}; }
 inline Sums times_256(Sums a) { return {_mm256_slli_epi32(a.v, 8)}; }
 
-// Sums codes below 2^BITS times int8 over 4 * STEPS columns; step s reads 4 bytes at x + s * STRIDE.
+// Keeps GCC from computing all products before any sum, far more of them than there are registers.
+inline void pin(__m256i& sum) {
+#if defined(__GNUC__)
+    asm volatile("" : "+x"(sum));
+#endif
+}
+
+// 4 bytes of an activation row, once for each lane.
+using FourBytes = __m256i;
+inline FourBytes broadcast_four(const int8_t* p) {
+    int32_t bytes;
+    std::memcpy(&bytes, p, 4);
+    return _mm256_set1_epi32(bytes);
+}
+
+// Sums codes below 2^BITS times int8 over up to STEPS steps, one row of the activation.
 // Without VNNI two products are summed in 16 bits, and as many of those as fit into them:
 // 2 * 15 * 128 * 8 = 30720, 2 * 31 * 128 * 4 = 31744 and 2 * 63 * 128 * 2 = 32256, all under 32767.
-template <int BITS, int STEPS, int STRIDE>
-inline Sums dot_codes(const Codes* w, const int8_t* x) {
-    const auto four = [x](int s) {
-        int32_t bytes;
-        std::memcpy(&bytes, x + s * STRIDE, 4);
-        return _mm256_set1_epi32(bytes);
-    };
-    __m256i total = _mm256_setzero_si256();
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    for (int s = 0; s < STEPS; s++) total = _mm256_dpbusd_epi32(total, w[s].v, four(s));
-#else
-    constexpr int in_16_bits = BITS <= 4 ? 8 : BITS == 5 ? 4 : 2;
+template <int BITS>
+struct CodeDot {
     static_assert(BITS <= 6);
-    for (int first = 0; first < STEPS; first += in_16_bits) {
-        __m256i sum = _mm256_maddubs_epi16(w[first].v, four(first));
-        for (int s = first + 1; s < first + in_16_bits && s < STEPS; s++)
-            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w[s].v, four(s)));
-        const __m256i wide = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
-        total = first ? _mm256_add_epi32(total, wide) : wide;
+    __m256i sum;
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+    static constexpr int STEPS = 8;
+    void start(Codes w, FourBytes x) {
+        sum = _mm256_dpbusd_epi32(_mm256_setzero_si256(), w.v, x);
+        pin(sum);
     }
+    void add(Codes w, FourBytes x) {
+        sum = _mm256_dpbusd_epi32(sum, w.v, x);
+        pin(sum);
+    }
+    Sums sums() const { return {sum}; }
+#else
+    static constexpr int STEPS = BITS <= 4 ? 8 : BITS == 5 ? 4 : 2;
+    void start(Codes w, FourBytes x) {
+        sum = _mm256_maddubs_epi16(w.v, x);
+        pin(sum);
+    }
+    void add(Codes w, FourBytes x) {
+        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w.v, x));
+        pin(sum);
+    }
+    Sums sums() const { return {_mm256_madd_epi16(sum, _mm256_set1_epi16(1))}; }
 #endif
-    return {total};
-}
+};
 
 // 8 rows of 2 signed bytes each, widened to 16 bits: byte 2 r + j is row r's column j.
 using BytePairs = __m256i;
@@ -82,10 +102,9 @@ inline void look_up_pairs(const uint8_t* p, const int8_t (&table)[16], BytePairs
 // Sums int8 * int16 over a group of 32 for 8 rows: at most 32 * 128 * 32767, under 2^31.
 struct ByteDot {
     __m256i acc = _mm256_setzero_si256();
-    void add(BytePairs w, const int16_t* x) {
-        int32_t two;
-        std::memcpy(&two, x, 4);
-        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w, _mm256_set1_epi32(two)));
+    void add(BytePairs w, FourBytes x) {
+        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w, x));
+        pin(acc);
     }
     F8 finish() const { return {_mm256_cvtepi32_ps(acc)}; }
 };
@@ -116,6 +135,13 @@ inline Codes look_up(Codes c, const int8_t (&table)[16]) {
     return {vqtbl1q_u8(values, c.a), vqtbl1q_u8(values, c.b)};
 }
 
+using FourBytes = int8x16_t;
+inline FourBytes broadcast_four(const int8_t* p) {
+    int32_t bytes;
+    std::memcpy(&bytes, p, 4);
+    return vreinterpretq_s8_s32(vdupq_n_s32(bytes));
+}
+
 struct Sums {
     int32x4_t a, b;
     F8 floats() const { return {vcvtq_f32_s32(a), vcvtq_f32_s32(b)}; }
@@ -123,19 +149,21 @@ struct Sums {
 inline Sums operator+(Sums x, Sums y) { return {vaddq_s32(x.a, y.a), vaddq_s32(x.b, y.b)}; }
 inline Sums times_256(Sums x) { return {vshlq_n_s32(x.a, 8), vshlq_n_s32(x.b, 8)}; }
 
-template <int BITS, int STEPS, int STRIDE>
-inline Sums dot_codes(const Codes* w, const int8_t* x) {
+template <int BITS>
+struct CodeDot {
     static_assert(BITS <= 7);  // codes are read as signed bytes
-    Sums total{vdupq_n_s32(0), vdupq_n_s32(0)};
-    for (int s = 0; s < STEPS; s++) {
-        int32_t four;
-        std::memcpy(&four, x + s * STRIDE, 4);
-        const int8x16_t broadcast = vreinterpretq_s8_s32(vdupq_n_s32(four));
-        total.a = vdotq_s32(total.a, vreinterpretq_s8_u8(w[s].a), broadcast);
-        total.b = vdotq_s32(total.b, vreinterpretq_s8_u8(w[s].b), broadcast);
+    static constexpr int STEPS = 8;
+    Sums sum;
+    void start(const Codes& w, FourBytes x) {
+        sum = {vdupq_n_s32(0), vdupq_n_s32(0)};
+        add(w, x);
     }
-    return total;
-}
+    void add(const Codes& w, FourBytes x) {
+        sum.a = vdotq_s32(sum.a, vreinterpretq_s8_u8(w.a), x);
+        sum.b = vdotq_s32(sum.b, vreinterpretq_s8_u8(w.b), x);
+    }
+    Sums sums() const { return sum; }
+};
 
 struct BytePairs {
     int16x8_t a, b;
@@ -154,10 +182,8 @@ inline void look_up_pairs(const uint8_t* p, const int8_t (&table)[16], BytePairs
 }
 struct ByteDot {
     int32x4_t a = vdupq_n_s32(0), b = vdupq_n_s32(0);
-    void add(BytePairs w, const int16_t* x) {
-        int32_t two;
-        std::memcpy(&two, x, 4);
-        const int16x8_t broadcast = vreinterpretq_s16_s32(vdupq_n_s32(two));
+    void add(const BytePairs& w, FourBytes x) {
+        const int16x8_t broadcast = vreinterpretq_s16_s8(x);
         const auto pairs = [&](int16x8_t v) {
             return vpaddq_s32(vmull_s16(vget_low_s16(v), vget_low_s16(broadcast)), vmull_high_s16(v, broadcast));
         };
@@ -189,6 +215,11 @@ inline Codes look_up(const Codes& c, const int8_t (&table)[16]) {
     return Codes::make([&](int i) { return table[c.v[i]]; });
 }
 
+struct FourBytes {
+    int8_t v[4];
+};
+inline FourBytes broadcast_four(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+
 struct Sums {
     int32_t v[8];
     F8 floats() const { return F8::make([&](int i) { return float(v[i]); }); }
@@ -202,14 +233,20 @@ inline Sums times_256(Sums a) {
     return a;
 }
 
-template <int BITS, int STEPS, int STRIDE>
-inline Sums dot_codes(const Codes* w, const int8_t* x) {
-    Sums total{};
-    for (int s = 0; s < STEPS; s++)
+template <int BITS>
+struct CodeDot {
+    static constexpr int STEPS = 8;
+    Sums sum{};
+    void start(const Codes& w, FourBytes x) {
+        sum = {};
+        add(w, x);
+    }
+    void add(const Codes& w, FourBytes x) {
         for (int r = 0; r < 8; r++)
-            for (int j = 0; j < 4; j++) total.v[r] += w[s].v[4 * r + j] * x[s * STRIDE + j];
-    return total;
-}
+            for (int j = 0; j < 4; j++) sum.v[r] += w.v[4 * r + j] * x.v[j];
+    }
+    Sums sums() const { return sum; }
+};
 
 struct BytePairs {
     int8_t v[16];
@@ -230,19 +267,86 @@ inline void look_up_pairs(const uint8_t* p, const int8_t (&table)[16], BytePairs
 }
 struct ByteDot {
     int32_t acc[8] = {};
-    void add(const BytePairs& w, const int16_t* x) {
-        for (int r = 0; r < 8; r++) acc[r] += w.v[2 * r] * x[0] + w.v[2 * r + 1] * x[1];
+    void add(const BytePairs& w, FourBytes x) {
+        int16_t two[2];
+        std::memcpy(two, x.v, 4);
+        for (int r = 0; r < 8; r++) acc[r] += w.v[2 * r] * two[0] + w.v[2 * r + 1] * two[1];
     }
     F8 finish() const { return F8::make([&](int i) { return float(acc[i]); }); }
 };
 
 #endif
 
+// The accumulators live in registers only if the loops over them disappear.
+#if defined(__GNUC__) && (defined(KV_X86) || defined(KV_NEON))
+#define KV_UNROLL _Pragma("GCC unroll 8")
+#else
+#define KV_UNROLL
+#endif
+
+inline void prefetch(const void* p) {
+#if defined(__GNUC__)
+    __builtin_prefetch(p);
+#endif
+}
+
+// 16-bit values as byte pairs: 4 high bytes, 4 low ones, and again.
+inline void store_byte_pairs(F8 rounded, int8_t* out) {
+    int16_t wide[8];
+    store_int16(rounded, wide);
+#if defined(KV_X86)
+    const __m128i v = _mm_loadu_si128((const __m128i*)wide);
+    const __m128i high = _mm_srai_epi16(_mm_add_epi16(v, _mm_set1_epi16(128)), 8);
+    const __m128i low = _mm_and_si128(v, _mm_set1_epi16(255));
+    _mm_storeu_si128((__m128i*)out, _mm_unpacklo_epi32(_mm_packs_epi16(high, high), _mm_packus_epi16(low, low)));
+#else
+    for (int i = 0; i < 8; i++) {
+        int8_t* four = out + 8 * (i / 4) + i % 4;
+        four[0] = int8_t((wide[i] + 128) >> 8);
+        four[4] = int8_t(wide[i] & 0xff);
+    }
+#endif
+}
+
+// Sums the codes of two tiles times int8 over 4 * STEPS columns for R rows of a panel; step s reads 4 bytes of row r
+// at x + STRIDE * s + 4 * r.
+template <int BITS, int STEPS, int STRIDE, int R>
+inline void dot_codes(const Codes* w, const Codes* w2, const int8_t* x, Sums (&totals)[2][R]) {
+    constexpr int at_once = CodeDot<BITS>::STEPS < STEPS ? CodeDot<BITS>::STEPS : STEPS;
+    KV_UNROLL
+    for (int first = 0; first < STEPS; first += at_once) {
+        CodeDot<BITS> dots[2][R];
+        KV_UNROLL
+        for (int s = first; s < first + at_once; s++)
+            KV_UNROLL
+            for (int r = 0; r < R; r++) {
+                const FourBytes four = broadcast_four(x + STRIDE * s + 4 * r);
+                if (s == first) {
+                    dots[0][r].start(w[s], four);
+                    dots[1][r].start(w2[s], four);
+                } else {
+                    dots[0][r].add(w[s], four);
+                    dots[1][r].add(w2[s], four);
+                }
+            }
+        KV_UNROLL
+        for (int t = 0; t < 2; t++)
+            KV_UNROLL
+            for (int r = 0; r < R; r++) totals[t][r] = first ? totals[t][r] + dots[t][r].sums() : dots[t][r].sums();
+    }
+}
+
 // The same sums with 16-bit activations given as high and low bytes, 4 of each in turn: 256 * high + low.
 // At most 32 * 31 * 32639 or 16 * 63 * 32639, under 2^31.
-template <int BITS, int STEPS>
-inline Sums dot_code_pairs(const Codes* w, const int8_t* x) {
-    return times_256(dot_codes<BITS, STEPS, 8>(w, x)) + dot_codes<BITS, STEPS, 8>(w, x + 4);
+template <int BITS, int STEPS, int STRIDE, int R>
+inline void dot_code_pairs(const Codes* w, const Codes* w2, const int8_t* x, Sums (&totals)[2][R]) {
+    Sums low[2][R];
+    dot_codes<BITS, STEPS, 2 * STRIDE, R>(w, w2, x, totals);
+    dot_codes<BITS, STEPS, 2 * STRIDE, R>(w, w2, x + STRIDE, low);
+    KV_UNROLL
+    for (int t = 0; t < 2; t++)
+        KV_UNROLL
+        for (int r = 0; r < R; r++) totals[t][r] = times_256(totals[t][r]) + low[t][r];
 }
 
 }  // namespace KV_ISA

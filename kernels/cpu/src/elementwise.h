@@ -11,47 +11,38 @@ inline float max_magnitude(const float* x, int count) {
     return max_lane(m);
 }
 
-inline void store_byte_pairs(const int16_t* wide, int8_t* out) {
-    for (int i = 0; i < 8; i++) {
-        int8_t* four = out + 8 * (i / 4) + i % 4;
-        four[0] = int8_t((wide[i] + 128) >> 8);
-        four[4] = int8_t(wide[i] & 0xff);
-    }
-}
-
-// Quantises one row group by group, or copies it where the matrix product takes floats.
+// Quantises one row group by group into its panel, or copies it where the matrix product takes floats.
 inline void quantize_row(const float* x, const KvActivationBuffer& out, int row) {
-    const int columns = out.columns, groups = columns / KV_GROUP;
+    const int64_t columns = out.columns, groups = columns / KV_GROUP;
     if (out.kind == KV_ACT_F32) {
-        std::memcpy((float*)out.values + int64_t(row) * columns, x, sizeof(float) * columns);
+        std::memcpy((float*)out.values + row * columns, x, sizeof(float) * columns);
         return;
     }
-    float* scales = out.scales + int64_t(row) * groups;
+    const int width = out.kind == KV_ACT_INT8 ? 1 : 2, lane = row % KV_PANEL;
+    const int64_t begin = row - lane;
+    char* values = (char*)out.values + begin * columns * width + 4 * lane;
+    float* scales = out.scales + begin * groups + lane;
+    float* sums = out.scaled_sums + 2 * begin * groups + lane;
     // 32639 = 256 * 127 + 127: the largest value whose high byte is one.
     const float limit = out.kind == KV_ACT_INT8 ? 127.0f : out.kind == KV_ACT_INT16 ? 32767.0f : 32639.0f;
-    for (int g = 0; g < groups; g++) {
-        const float* group = x + KV_GROUP * g;
-        const float largest = max_magnitude(group, KV_GROUP);
+    for (int g = 0; g < groups; g++, x += KV_GROUP, scales += KV_PANEL, sums += 2 * KV_PANEL) {
+        const float largest = max_magnitude(x, KV_GROUP);
         const F8 inverse = F8::set1(largest > 0.0f ? limit / largest : 0.0f);
-        scales[g] = largest / limit;
+        *scales = largest / limit;
         F8 totals[2] = {F8::zero(), F8::zero()};
+        int8_t bytes[2 * KV_GROUP];
         for (int i = 0; i < KV_GROUP; i += 8) {
-            const F8 rounded = round(F8::load(group + i) * inverse);
+            const F8 rounded = round(F8::load(x + i) * inverse);
             totals[i / 16] = totals[i / 16] + rounded;
-            const int64_t at = int64_t(row) * columns + KV_GROUP * g + i;
-            if (out.kind == KV_ACT_INT8) {
-                store_int8(rounded, (int8_t*)out.values + at);
-            } else if (out.kind == KV_ACT_INT16) {
-                store_int16(rounded, (int16_t*)out.values + at);
-            } else {
-                int16_t wide[8];
-                store_int16(rounded, wide);
-                store_byte_pairs(wide, (int8_t*)out.values + 2 * at);
-            }
+            if (out.kind == KV_ACT_INT8)
+                store_int8(rounded, bytes + i);
+            else if (out.kind == KV_ACT_INT16)
+                store_int16(rounded, (int16_t*)bytes + i);
+            else
+                store_byte_pairs(rounded, bytes + 2 * i);
         }
-        if (out.scaled_sums)
-            for (int half = 0; half < 2; half++)
-                out.scaled_sums[2 * (int64_t(row) * groups + g) + half] = scales[g] * sum(totals[half]);
+        for (int i = 0; i < KV_GROUP * width; i += 4, values += 4 * KV_PANEL) std::memcpy(values, bytes + i, 4);
+        for (int half = 0; half < 2; half++) sums[KV_PANEL * half] = *scales * sum(totals[half]);
     }
 }
 

@@ -59,29 +59,14 @@ inline void gather(const KvOp& op, int32_t num_rows, WorkQueue& queue) {
     }
 }
 
-// The rows of an activation from `first` on, as an activation of its own.
-inline KvActivationBuffer rows_from(const KvActivationBuffer& x, int64_t first) {
-    const int64_t width = x.kind == KV_ACT_F32 ? 4 : x.kind == KV_ACT_INT8 ? 1 : 2, groups = x.columns / KV_GROUP;
-    KvActivationBuffer out = x;
-    out.values = (char*)x.values + first * x.columns * width;
-    if (x.scales) out.scales = x.scales + first * groups;
-    if (x.scaled_sums) out.scaled_sums = x.scaled_sums + 2 * first * groups;
-    return out;
-}
-
 inline void expert_matmul(const KvOp& op, WorkQueue* queues) {
     const KvRouting& routing = *op.routing;
     for (int e = 0; e < routing.num_experts; e++) {
-        const int first = routing.first_share[e], count = routing.first_share[e + 1] - first;
-        if (count == 0) continue;
-        const KvActivationBuffer rows = rows_from(*op.activation, first);
-        const int width = op.weight[e].rows / (is_paired(op) ? 2 : 1), stride = op.output_stride ? op.output_stride : width;
+        if (routing.first_share[e] == routing.first_share[e + 1]) continue;
         KvOp part = op;
         part.weight = op.weight + e;
-        part.activation = &rows;
-        part.output = (float*)op.output + int64_t(first) * stride;
         if (op.bias) part.bias = op.bias + int64_t(e) * op.weight[e].rows;
-        matmul(part, count, queues[e]);
+        matmul_rows(part, routing.first_share[e], routing.first_share[e + 1], queues[e]);
     }
 }
 

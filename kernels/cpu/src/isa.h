@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 
 #include "kvasir_cpu.h"
 
@@ -41,7 +42,11 @@ struct KernelTable {
     void (*attention)(const KvOp&, const KvBatch&, const AttentionItem*, int32_t num_items, WorkQueue&);
     void (*attention_reduce)(const KvOp&, const KvBatch&, const AttentionItem*, int32_t num_items, WorkQueue&);
     void (*dequantize)(const KvWeight&, int32_t first, int32_t count, float* out);
+    void (*sample)(const KvSampling&, WorkQueue&);  // rows
 };
+
+// Calls work with the kernels in use, on all threads of the pool or on this one, when no other call uses them.
+void with_kernels(bool on_all_threads, const std::function<void(const KernelTable&)>& work);
 
 namespace kv_portable { extern const KernelTable table; }
 #if defined(KV_HAVE_AVX2)

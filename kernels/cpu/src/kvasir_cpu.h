@@ -29,7 +29,7 @@ extern "C" {
 #define KV_EXPORT __attribute__((visibility("default")))
 #endif
 
-enum { KV_ABI_VERSION = 3, KV_GROUP = 32, KV_TILE = 8 };
+enum { KV_ABI_VERSION = 4, KV_GROUP = 32, KV_TILE = 8, KV_PANEL = 4 };
 
 enum KvWeightFormat {
     KV_Q4_F16 = 0,  // 4 bit, half scales and minima
@@ -118,13 +118,13 @@ enum KvCacheKind {
     KV_CACHE_INT8 = 2,  // -127 to 127, with a scale for each token and head
 };
 
-// A quantised or plain activation of up to max_rows rows of `columns` values.
+// A plain activation [max_rows][columns], or a quantised one in panels of KV_PANEL rows, the last of them whole.
 typedef struct {
     int32_t kind;
     int32_t columns;
-    void* values;       // float, int8_t, int16_t or byte pairs [max_rows][columns]
-    float* scales;      // [max_rows][columns / 32], NULL for float
-    float* scaled_sums; // [max_rows][columns / 16], NULL for float
+    void* values;       // float; or int8_t, int16_t or byte pairs [panels][bytes of a row / 4][KV_PANEL][4 bytes]
+    float* scales;      // [panels][columns / 32][KV_PANEL], NULL for float
+    float* scaled_sums; // [panels][columns / 16][KV_PANEL], NULL for float
 } KvActivationBuffer;
 
 typedef struct {
@@ -188,6 +188,54 @@ typedef struct {
     const int32_t* selected;        // [num_selected] row indices
 } KvBatch;
 
+// Logits float [num_rows][vocab_size], a row every `logits_stride` floats, and what changes them in place before they
+// are sampled. All cells come first, none twice, then the penalties.
+typedef struct {
+    int32_t num_rows, vocab_size;
+    float* logits;
+    int64_t logits_stride;
+    int64_t num_cells;
+    const int64_t* cell_rows;   // [num_cells]
+    const int64_t* cell_ids;    // [num_cells]
+    const float* cell_values;   // [num_cells], added
+    const float* repetition;    // [num_rows], 1: off
+    const float* presence;      // [num_rows], 0: off
+    const float* frequency;     // [num_rows], 0: off
+    const int32_t* slots;       // [num_rows], the row of the tables that counts a row's text; -1: none; or NULL
+    int32_t num_slots;
+    int32_t num_deltas;         // of each row
+    const int32_t* sequence;    // [num_slots][vocab_size], occurrences in prompt and output
+    const int32_t* output;      // [num_slots][vocab_size], occurrences in the output
+    const int32_t* delta_ids;       // [num_rows][num_deltas], -1: none; one may occur several times
+    const int32_t* delta_sequence;  // [num_rows][num_deltas], what each adds to the tables
+    const int32_t* delta_output;    // [num_rows][num_deltas]
+} KvAdjustment;
+
+// How rows of logits are sampled, and the tokens that were. Rows of NaN, infinity or minus infinity alone are not
+// healthy and get token 0.
+typedef struct {
+    int32_t num_rows, vocab_size;
+    const float* logits;
+    int64_t logits_stride;
+    const float* temperature;         // [num_rows], 0: the likeliest token, whatever the filters
+    const float* min_p;               // [num_rows], 0: off
+    const int32_t* top_k;             // [num_rows], 0: off
+    const float* top_p;               // [num_rows], 1: off
+    const uint8_t* temperature_last;  // [num_rows], the filters see the untempered distribution
+    const double* uniforms;           // [num_rows] in [0, 1)
+    float* probs;                     // [num_rows][vocab_size], gets what was drawn from; or NULL
+    int64_t probs_stride;
+    // Verification, NULL without: a draft is accepted if accept_uniform * its probability in draft_probs is less than
+    // its probability, and the token is drawn from what draft_probs leave of the distribution.
+    const int64_t* draft_ids;       // [num_rows], -1: no draft here
+    const float* draft_probs;       // [num_rows][vocab_size]
+    int64_t draft_probs_stride;
+    const double* accept_uniforms;  // [num_rows]
+    uint8_t* accepted;              // [num_rows]
+    int64_t* token_ids;  // [num_rows]
+    uint8_t* healthy;    // [num_rows]
+} KvSampling;
+
 KV_EXPORT int32_t kv_abi_version(void);
 // "avx512vnni", "avx2", "neon" or "portable": the best that both the build and this processor have.
 KV_EXPORT const char* kv_instruction_set(void);
@@ -217,6 +265,9 @@ KV_EXPORT int32_t kv_run_profiled(const KvOp* ops, int32_t num_ops, const KvBatc
 // Returns 0, or -1 for what this library does not do.
 KV_EXPORT int32_t kv_matmul(const KvWeight* weight, int32_t activation, const float* x, int32_t num_rows,
                             const float* bias, float* out);
+// Both return 0, or -1 for a cell, slot or draft that is out of range; nothing is changed then.
+KV_EXPORT int32_t kv_adjust_logits(const KvAdjustment* adjustment);
+KV_EXPORT int32_t kv_sample(const KvSampling* sampling);
 
 #ifdef __cplusplus
 }

@@ -75,80 +75,87 @@ inline void with_view(int format, Function f) {
 
 // Without vector registers, more rows at a time would only be more to compile.
 #if defined(KV_X86) || defined(KV_NEON)
-constexpr bool HAS_VECTORS = true;
+constexpr int ROWS_AT_ONCE = KV_PANEL;
 #else
-constexpr bool HAS_VECTORS = false;
+constexpr int ROWS_AT_ONCE = 1;
 #endif
 
-inline int rows_at_once(int left) {
-    if (HAS_VECTORS) return left >= 8 ? 8 : left >= 4 ? 4 : left;
-    return left >= 4 ? 4 : 1;
-}
+// The kernels of one weight format, for 1 to ROWS_AT_ONCE rows of one panel.
+struct FormatKernels {
+    TileDot dots[KV_PANEL + 1] = {};
+    int blocks = 0;
+    int64_t tile_bytes = 0;
 
-// The outputs of one tile of a weight for `count` activation rows, as many as `dot` computes.
-inline void tile_rows(const KvOp& op, TileDot dot, int64_t tile_bytes, int blocks, int tile, const ActivationRows& x,
-                      int first, int count) {
+    explicit FormatKernels(const KvWeight& weight) {
+        with_view(weight.format, [&]<class View>(View*) {
+            dots[1] = tile_dot<1, View>;
+            if constexpr (ROWS_AT_ONCE > 1) {
+                dots[2] = tile_dot<2, View>;
+                dots[3] = tile_dot<3, View>;
+                dots[4] = tile_dot<4, View>;
+            }
+            blocks = weight.columns / (KV_GROUP * View::GROUPS);
+            tile_bytes = int64_t(sizeof(typename View::Tile)) * blocks;
+        });
+    }
+};
+
+// Two tiles of a weight for `count` rows of one panel: of a paired epilogue a gate's and its up's, else neighbours.
+inline void two_tiles(const KvOp& op, const FormatKernels& kernels, int unit, int first, int count, bool from_memory) {
     const KvWeight& weight = *op.weight;
     const char* weights = (const char*)weight.data;
-    F8 acc[8];
-    dot(weights + tile_bytes * tile, blocks, x, first, acc);
+    F8 acc[2 * KV_PANEL];
+    const auto multiply = [&](int tile, int second_tile, int next_tile) {
+        const int64_t ahead = from_memory ? kernels.tile_bytes * (next_tile - tile) : 0;
+        kernels.dots[count](weights + kernels.tile_bytes * tile, weights + kernels.tile_bytes * second_tile,
+                            kernels.blocks, ahead, *op.activation, first, acc);
+    };
     if (is_paired(op)) {
-        F8 up[8];
-        const int width = weight.rows / 2, stride = op.output_stride ? op.output_stride : width;
-        dot(weights + tile_bytes * (tile + width / KV_TILE), blocks, x, first, up);
-        const F8 gate_bias = load_bias(op.bias, KV_TILE * tile, KV_TILE);
-        const F8 up_bias = load_bias(op.bias, width + KV_TILE * tile, KV_TILE);
+        const int width = weight.rows / 2, stride = op.output_stride ? op.output_stride : width, at = KV_TILE * unit;
+        multiply(unit, unit + width / KV_TILE, unit + 1);
+        const F8 gate_bias = load_bias(op.bias, at, KV_TILE), up_bias = load_bias(op.bias, width + at, KV_TILE);
         for (int r = 0; r < count; r++) {
-            const F8 out = gated(op, acc[r] + gate_bias, up[r] + up_bias);
-            out.store((float*)op.output + int64_t(first + r) * stride + KV_TILE * tile);
+            const F8 out = gated(op, acc[r] + gate_bias, acc[count + r] + up_bias);
+            out.store((float*)op.output + int64_t(first + r) * stride + at);
         }
         return;
     }
-    const int lanes = std::min<int>(KV_TILE, weight.rows - KV_TILE * tile);
-    const int stride = op.output_stride ? op.output_stride : weight.rows;
-    const F8 bias = load_bias(op.bias, KV_TILE * tile, lanes), factor = F8::set1(op.factor);
-    for (int r = 0; r < count; r++) {
-        F8 result = (acc[r] + bias) * factor;
-        if (op.soft_cap > 0.0f) result = soft_capped(result, op.soft_cap);
-        store_lanes(result, (float*)op.output + int64_t(first + r) * stride + KV_TILE * tile, lanes,
-                    op.epilogue == KV_ADD);
+    const int last = (weight.rows - 1) / KV_TILE, stride = op.output_stride ? op.output_stride : weight.rows;
+    multiply(2 * unit, std::min(2 * unit + 1, last), 2 * unit + 2);
+    const F8 factor = F8::set1(op.factor);
+    for (int t = 0; t < 2 && 2 * unit + t <= last; t++) {
+        const int at = KV_TILE * (2 * unit + t), lanes = std::min<int>(KV_TILE, weight.rows - at);
+        const F8 bias = load_bias(op.bias, at, lanes);
+        for (int r = 0; r < count; r++) {
+            F8 result = (acc[count * t + r] + bias) * factor;
+            if (op.soft_cap > 0.0f) result = soft_capped(result, op.soft_cap);
+            store_lanes(result, (float*)op.output + int64_t(first + r) * stride + at, lanes, op.epilogue == KV_ADD);
+        }
     }
 }
 
-inline void matmul(const KvOp& op, int num_rows, WorkQueue& queue) {
-    const KvWeight& weight = *op.weight;
-    const ActivationRows x{*op.activation};
-    TileDot dots[9] = {};
-    int blocks = 0;
-    int64_t tile_bytes = 0;
-    with_view(weight.format, [&]<class View>(View*) {
-        dots[1] = tile_dot<1, View>;
-        dots[4] = tile_dot<4, View>;
-        if constexpr (HAS_VECTORS) {
-            dots[2] = tile_dot<2, View>;
-            dots[3] = tile_dot<3, View>;
-            dots[8] = tile_dot<8, View>;
+// Rows first_row..end_row of the activation and of the output.
+inline void matmul_rows(const KvOp& op, int first_row, int end_row, WorkQueue& queue) {
+    const FormatKernels kernels(*op.weight);
+    const int tiles = (op.weight->rows + KV_TILE - 1) / KV_TILE, units = (tiles + 1) / 2;
+    // A block of tiles stays in the second-level cache while the rows go past it, a panel in the first-level one.
+    const int row_block = 32 * KV_PANEL, first_panel_row = first_row - first_row % KV_PANEL;
+    const int row_blocks = (end_row - first_panel_row + row_block - 1) / row_block;
+    const int unit_block = std::max(1, std::min(16, units * row_blocks / 16));
+    const int unit_blocks = (units + unit_block - 1) / unit_block;
+    for (int chunk = queue.take(); chunk < row_blocks * unit_blocks; chunk = queue.take()) {
+        const int block_begin = first_panel_row + chunk / unit_blocks * row_block;
+        const int row_end = std::min(end_row, block_begin + row_block);
+        const int unit_begin = chunk % unit_blocks * unit_block, unit_end = std::min(units, unit_begin + unit_block);
+        for (int row = std::max(first_row, block_begin), count; row < row_end; row += count) {
+            count = std::min({row_end - row, ROWS_AT_ONCE, KV_PANEL - row % KV_PANEL});
+            const bool from_memory = row == std::max(first_row, block_begin);
+            for (int unit = unit_begin; unit < unit_end; unit++) two_tiles(op, kernels, unit, row, count, from_memory);
         }
-        blocks = weight.columns / (KV_GROUP * View::GROUPS);
-        tile_bytes = int64_t(sizeof(typename View::Tile)) * blocks;
-    });
-    const int tiles = (weight.rows + KV_TILE - 1) / KV_TILE / (is_paired(op) ? 2 : 1);
-    // A block of rows stays in the second-level cache while the tiles stream past it.
-    const int row_block = 64;
-    const int row_blocks = (num_rows + row_block - 1) / row_block;
-    const int tile_block = std::max(1, std::min(32, tiles / 16));
-    const int tile_blocks = (tiles + tile_block - 1) / tile_block;
-    for (int chunk = queue.take(); chunk < row_blocks * tile_blocks; chunk = queue.take()) {
-        const int row_begin = chunk / tile_blocks * row_block, row_end = std::min(num_rows, row_begin + row_block);
-        const int tile_begin = chunk % tile_blocks * tile_block, tile_end = std::min(tiles, tile_begin + tile_block);
-        for (int tile = tile_begin; tile < tile_end; tile++)
-            for (int row = row_begin, left = row_end - row; left > 0; left = row_end - row) {
-                const int count = rows_at_once(left);
-                tile_rows(op, dots[count], tile_bytes, blocks, tile, x, row, count);
-                row += count;
-            }
     }
 }
+
+inline void matmul(const KvOp& op, int num_rows, WorkQueue& queue) { matmul_rows(op, 0, num_rows, queue); }
 
 template <class View>
 inline void dequantize_rows(const KvWeight& weight, int first, int count, float* out) {

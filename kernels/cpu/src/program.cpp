@@ -11,6 +11,10 @@
 #include "threads.h"
 #include "tiles.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 namespace {
 
 // Fixed, whatever the batch and the number of threads: the order of summation, and so
@@ -19,8 +23,11 @@ constexpr int KEYS_PER_SPLIT = 256;
 constexpr int MAX_QUERIES = 32;
 constexpr int MAX_NORMED = 16384;
 
-bool supported(const char* name) {
-#if defined(__x86_64__) || defined(_M_X64)
+bool supported([[maybe_unused]] const char* name) {
+#if defined(__aarch64__) && defined(__linux__)
+    const unsigned long needed = HWCAP_ASIMDDP | HWCAP_ASIMDHP;
+    if (!std::strcmp(name, "neon")) return (getauxval(AT_HWCAP) & needed) == needed;
+#elif defined(__x86_64__) || defined(_M_X64)
     if (!std::strcmp(name, "avx2"))
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (!std::strcmp(name, "avx512"))
@@ -40,7 +47,7 @@ std::vector<const KernelTable*> usable_tables() {
     if (supported("avx2")) tables.push_back(&kv_avx2::table);
 #endif
 #if defined(KV_HAVE_NEON)
-    tables.push_back(&kv_neon::table);
+    if (supported("neon")) tables.push_back(&kv_neon::table);
 #endif
     tables.push_back(&kv_portable::table);
     return tables;
@@ -165,6 +172,7 @@ struct Step {
     const AttentionPlan* plan;  // attention only
     bool reduce;
     WorkQueue* queues;  // one, or one for each expert
+    bool alone;         // work of one thread
 };
 
 int num_queues(const KvOp& op) { return op.kind == KV_OP_EXPERT_MATMUL ? op.routing->num_experts : 1; }
@@ -197,6 +205,62 @@ void run_step(const KernelTable& k, const Step& step, const KvBatch& batch) {
     }
 }
 
+// Whether only one thread has something to do, as it is with all that comes by rows when there is one row.
+bool is_done_alone(const KvOp& op, const KvBatch& batch) {
+    if (op.kind == KV_OP_MATMUL || op.kind == KV_OP_EXPERT_MATMUL || op.kind == KV_OP_ATTENTION) return false;
+    const bool of_shares = op.kind == KV_OP_GATHER || (op.kind == KV_OP_QUANTIZE && op.routing);
+    const int32_t rows = op.on_selected || op.kind == KV_OP_SELECT ? batch.num_selected : batch.num_rows;
+    return op.kind == KV_OP_ROUTE || (of_shares ? rows * op.routing->num_chosen : rows) == 1;
+}
+
+// Adds up how long each step takes, whichever thread is at it.
+class Stopwatch {
+  public:
+    explicit Stopwatch(int64_t* nanoseconds) : nanoseconds_(nanoseconds) {}
+    void start() {
+        if (nanoseconds_) before_ = Clock::now();
+    }
+    void stop(const Step& step) {
+        if (!nanoseconds_) return;
+        const auto now = Clock::now();
+        nanoseconds_[step.index] += std::chrono::nanoseconds(now - before_).count();
+        before_ = now;
+    }
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    int64_t* nanoseconds_;
+    Clock::time_point before_;
+};
+
+// All threads share a step's work; what is one thread's is done by the last that comes from the step before.
+void run_steps(Runtime& rt, const std::vector<Step>& steps, const KvBatch& batch, int64_t* nanoseconds) {
+    Stopwatch stopwatch(nanoseconds);
+    const auto run_alone = [&](size_t i) {
+        for (; i < steps.size() && steps[i].alone; i++) {
+            run_step(*rt.kernels, steps[i], batch);
+            stopwatch.stop(steps[i]);
+        }
+        return i;
+    };
+    stopwatch.start();
+    const size_t first = run_alone(0);
+    if (first == steps.size()) return;
+    rt.barrier.reset(rt.pool.size());
+    rt.pool.run([&](int) {
+        for (size_t i = first; i < steps.size();) {
+            const size_t current = i;
+            run_step(*rt.kernels, steps[current], batch);
+            rt.barrier.wait([&] {
+                stopwatch.stop(steps[current]);
+                run_alone(current + 1);
+            });
+            while (++i < steps.size() && steps[i].alone) {
+            }
+        }
+    });
+}
+
 // The caller holds the runtime's mutex.
 int32_t run(const KvOp* ops, int32_t num_ops, const KvBatch& batch, int64_t* nanoseconds) {
     Runtime& rt = runtime();
@@ -205,7 +269,7 @@ int32_t run(const KvOp* ops, int32_t num_ops, const KvBatch& batch, int64_t* nan
     steps.reserve(num_ops + 64);
     for (int32_t i = 0; i < num_ops; i++) {
         if (!valid(ops[i])) return -1 - i;
-        Step step{&ops[i], i, nullptr, false, nullptr};
+        Step step{&ops[i], i, nullptr, false, nullptr, is_done_alone(ops[i], batch)};
         if (ops[i].kind == KV_OP_ATTENTION) {
             const KvAttentionSpec& spec = *ops[i].attention;
             AttentionPlan* plan = nullptr;
@@ -219,6 +283,7 @@ int32_t run(const KvOp* ops, int32_t num_ops, const KvBatch& batch, int64_t* nan
             step.plan = plan;
             steps.push_back(step);
             step.reduce = true;
+            step.alone = batch.num_rows == 1;
             if (!plan->any_split) continue;
         }
         steps.push_back(step);
@@ -231,23 +296,21 @@ int32_t run(const KvOp* ops, int32_t num_ops, const KvBatch& batch, int64_t* nan
         step.queues = next;
         next += num_queues(*step.op);
     }
-    rt.barrier.reset(rt.pool.size());
-    rt.pool.run([&](int thread) {
-        auto before = std::chrono::steady_clock::now();
-        for (size_t i = 0; i < steps.size(); i++) {
-            run_step(*rt.kernels, steps[i], batch);
-            rt.barrier.wait();
-            if (nanoseconds && thread == 0) {
-                const auto now = std::chrono::steady_clock::now();
-                nanoseconds[steps[i].index] += std::chrono::nanoseconds(now - before).count();
-                before = now;
-            }
-        }
-    });
+    run_steps(rt, steps, batch, nanoseconds);
     return 0;
 }
 
 }  // namespace
+
+void with_kernels(bool on_all_threads, const std::function<void(const KernelTable&)>& work) {
+    Runtime& rt = runtime();
+    const std::lock_guard<std::mutex> turn(rt.mutex);
+    const KernelTable& kernels = *rt.kernels;
+    if (on_all_threads)
+        rt.pool.run([&](int) { work(kernels); });
+    else
+        work(kernels);
+}
 
 extern "C" {
 
@@ -307,15 +370,15 @@ int32_t kv_matmul(const KvWeight* weight, int32_t activation, const float* x, in
     const int columns = weight->columns, groups = columns / KV_GROUP;
     const bool plain = activation == KV_ACT_F32;
     // Weights stream past 64 rows at a time anyway: more at once would only take memory.
-    const int most = std::min(num_rows, 256);
+    const int most = std::min(num_rows, 256), padded = (most + KV_PANEL - 1) / KV_PANEL * KV_PANEL;
     if (!plain) {
-        rt.activation.resize(std::max(rt.activation.size(), size_t(most) * columns));
-        rt.scales.resize(std::max(rt.scales.size(), 3 * size_t(most) * groups));
+        rt.activation.resize(std::max(rt.activation.size(), size_t(padded) * columns));
+        rt.scales.resize(std::max(rt.scales.size(), 3 * size_t(padded) * groups));
     }
     for (int first = 0; first < num_rows; first += most) {
         const float* rows = x + int64_t(first) * columns;
         KvActivationBuffer buffer{activation, columns, rt.activation.data(), rt.scales.data(),
-                                  rt.scales.data() + size_t(most) * groups};
+                                  rt.scales.data() + size_t(padded) * groups};
         if (plain) buffer.values = const_cast<float*>(rows);
         KvOp ops[2] = {};
         ops[0].kind = KV_OP_QUANTIZE;

@@ -123,6 +123,31 @@ inline void store_int16(F8 rounded, int16_t* p) {
                      _mm_packs_epi32(_mm256_castsi256_si128(i32), _mm256_extracti128_si256(i32, 1)));
 }
 
+// A yes or no for each lane.
+struct M8 {
+    __m256 v;
+    static M8 none() { return {_mm256_setzero_ps()}; }
+    uint32_t bits() const { return uint32_t(_mm256_movemask_ps(v)); }
+};
+inline M8 operator|(M8 a, M8 b) { return {_mm256_or_ps(a.v, b.v)}; }
+inline M8 operator>=(F8 a, F8 b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_GE_OQ)}; }
+inline M8 unordered(F8 a, F8 b) { return {_mm256_cmp_ps(a.v, b.v, _CMP_UNORD_Q)}; }
+inline F8 operator&(F8 a, M8 m) { return {_mm256_and_ps(a.v, m.v)}; }
+
+// Sums floats as doubles.
+struct D8 {
+    __m256d a, b;
+    static D8 zero() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
+    void add(F8 x) {
+        a = _mm256_add_pd(a, _mm256_cvtps_pd(_mm256_castps256_ps128(x.v)));
+        b = _mm256_add_pd(b, _mm256_cvtps_pd(_mm256_extractf128_ps(x.v, 1)));
+    }
+    void store(double* p) const {
+        _mm256_storeu_pd(p, a);
+        _mm256_storeu_pd(p + 4, b);
+    }
+};
+
 #elif defined(KV_NEON)
 
 struct F8 {
@@ -179,6 +204,43 @@ inline int16x8_t to_int16(F8 rounded) {
 inline void store_int8(F8 rounded, int8_t* p) { vst1_s8(p, vqmovn_s16(to_int16(rounded))); }
 inline void store_int16(F8 rounded, int16_t* p) { vst1q_s16(p, to_int16(rounded)); }
 
+struct M8 {
+    uint32x4_t a, b;
+    static M8 none() { return {vdupq_n_u32(0), vdupq_n_u32(0)}; }
+    uint32_t bits() const {
+        const uint32x4_t low = {1, 2, 4, 8}, high = {16, 32, 64, 128};
+        return vaddvq_u32(vorrq_u32(vandq_u32(a, low), vandq_u32(b, high)));
+    }
+};
+inline M8 operator|(M8 x, M8 y) { return {vorrq_u32(x.a, y.a), vorrq_u32(x.b, y.b)}; }
+inline M8 operator>=(F8 x, F8 y) { return {vcgeq_f32(x.a, y.a), vcgeq_f32(x.b, y.b)}; }
+inline M8 unordered(F8 x, F8 y) {
+    const auto either = [](float32x4_t v, float32x4_t w) {
+        return vmvnq_u32(vandq_u32(vceqq_f32(v, v), vceqq_f32(w, w)));
+    };
+    return {either(x.a, y.a), either(x.b, y.b)};
+}
+inline F8 operator&(F8 x, M8 m) {
+    const auto keep = [](float32x4_t v, uint32x4_t by) {
+        return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(v), by));
+    };
+    return {keep(x.a, m.a), keep(x.b, m.b)};
+}
+
+struct D8 {
+    float64x2_t v[4];
+    static D8 zero() { return {{vdupq_n_f64(0), vdupq_n_f64(0), vdupq_n_f64(0), vdupq_n_f64(0)}}; }
+    void add(F8 x) {
+        v[0] = vaddq_f64(v[0], vcvt_f64_f32(vget_low_f32(x.a)));
+        v[1] = vaddq_f64(v[1], vcvt_high_f64_f32(x.a));
+        v[2] = vaddq_f64(v[2], vcvt_f64_f32(vget_low_f32(x.b)));
+        v[3] = vaddq_f64(v[3], vcvt_high_f64_f32(x.b));
+    }
+    void store(double* p) const {
+        for (int i = 0; i < 4; i++) vst1q_f64(p + 2 * i, v[i]);
+    }
+};
+
 #else
 
 struct F8 {
@@ -227,6 +289,35 @@ inline void store_int8(F8 rounded, int8_t* p) {
 inline void store_int16(F8 rounded, int16_t* p) {
     for (int i = 0; i < 8; i++) p[i] = int16_t(rounded.v[i]);
 }
+
+struct M8 {
+    bool v[8];
+    template <class Function>
+    static M8 make(Function f) {
+        M8 out;
+        for (int i = 0; i < 8; i++) out.v[i] = f(i);
+        return out;
+    }
+    static M8 none() { return make([](int) { return false; }); }
+    uint32_t bits() const {
+        uint32_t all = 0;
+        for (int i = 0; i < 8; i++) all |= uint32_t(v[i]) << i;
+        return all;
+    }
+};
+inline M8 operator|(M8 a, M8 b) { return M8::make([&](int i) { return a.v[i] || b.v[i]; }); }
+inline M8 operator>=(F8 a, F8 b) { return M8::make([&](int i) { return a.v[i] >= b.v[i]; }); }
+inline M8 unordered(F8 a, F8 b) { return M8::make([&](int i) { return std::isunordered(a.v[i], b.v[i]); }); }
+inline F8 operator&(F8 a, M8 m) { return F8::make([&](int i) { return m.v[i] ? a.v[i] : 0.0f; }); }
+
+struct D8 {
+    double v[8];
+    static D8 zero() { return {}; }
+    void add(F8 x) {
+        for (int i = 0; i < 8; i++) v[i] += double(x.v[i]);
+    }
+    void store(double* p) const { std::memcpy(p, v, sizeof v); }
+};
 
 #endif
 

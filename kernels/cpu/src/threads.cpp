@@ -35,14 +35,7 @@ void Barrier::reset(int num_threads) {
     waiting_.store(0, std::memory_order_relaxed);
 }
 
-void Barrier::wait() {
-    if (num_threads_ == 1) return;
-    const uint32_t phase = phase_.load(std::memory_order_acquire);
-    if (waiting_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
-        waiting_.store(0, std::memory_order_relaxed);
-        phase_.store(phase + 1, std::memory_order_release);
-        return;
-    }
+void Barrier::wait_for_next(uint32_t phase) const {
     spin_until([&] { return phase_.load(std::memory_order_acquire) != phase; });
 }
 

@@ -12,9 +12,22 @@
 class Barrier {
   public:
     void reset(int num_threads);
-    void wait();
+    // The last thread to come calls work() before all go on.
+    template <class Work>
+    void wait(Work work) {
+        const uint32_t phase = phase_.load(std::memory_order_acquire);
+        if (waiting_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
+            waiting_.store(0, std::memory_order_relaxed);
+            work();
+            phase_.store(phase + 1, std::memory_order_release);
+        } else {
+            wait_for_next(phase);
+        }
+    }
 
   private:
+    void wait_for_next(uint32_t phase) const;
+
     std::atomic<uint32_t> phase_{0};
     std::atomic<int32_t> waiting_{0};
     int32_t num_threads_ = 1;

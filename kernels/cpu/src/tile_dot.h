@@ -11,130 +11,195 @@
 
 namespace KV_ISA {
 
-// Rows of an activation, seen from one matrix product.
-struct ActivationRows {
-    const KvActivationBuffer& buffer;
-    template <class Value>
-    const Value* values(int row) const {
-        return (const Value*)buffer.values + int64_t(row) * buffer.columns;
+// R rows of a quantised activation, from `first` on, all in one panel.
+struct PanelRows {
+    static constexpr int STEP = 4 * KV_PANEL;  // from 4 bytes of a row to its next ones
+    static constexpr int ROW = 4;
+    const int8_t* values;
+    const float *scales, *sums;
+
+    PanelRows(const KvActivationBuffer& x, int first) {
+        const int64_t groups = x.columns / KV_GROUP, bytes = int64_t(x.columns) * (x.kind == KV_ACT_INT8 ? 1 : 2);
+        const int64_t lane = first % KV_PANEL, begin = first - lane;
+        values = (const int8_t*)x.values + begin * bytes + ROW * lane;
+        scales = x.scales + begin * groups + lane;
+        sums = x.scaled_sums + 2 * begin * groups + lane;
     }
-    const float* scales(int row) const { return buffer.scales + int64_t(row) * (buffer.columns / KV_GROUP); }
-    // Two for each group, one for each half of it.
-    const float* sums(int row) const { return buffer.scaled_sums + 2 * int64_t(row) * (buffer.columns / KV_GROUP); }
+    void next(int steps) {
+        values += STEP * steps;
+        scales += KV_PANEL;
+        sums += 2 * KV_PANEL;
+    }
+    F8 scale(int r) const { return F8::set1(scales[r]); }
+    // Of one half of the group, and of both.
+    F8 sum(int r, int half) const { return F8::set1(sums[r + KV_PANEL * half]); }
+    F8 sum(int r) const { return F8::set1(sums[r] + sums[r + KV_PANEL]); }
 };
 
-// acc[r] = the 8 outputs of one tile for activation row first + r.
+// What the kernels multiply at once: two tiles with R rows, which share the loads of each other.
+// acc[t][r] = the 8 outputs of tile t for activation row first + r.
+template <class View>
+using TwoTiles = const typename View::Tile* const[2];
+
+// Asks for what comes next: the processor itself does not foresee where the next tiles begin.
+template <class Tile>
+inline void prefetch_tile(const Tile* tile, int64_t ahead) {
+    if (ahead == 0) return;
+    for (int64_t i = 0; i < int64_t(sizeof(Tile)); i += 64) prefetch((const char*)tile + ahead + i);
+}
+
 template <int R, class View, bool PAIRS>
-inline void code_dot(const typename View::Tile* tile, int blocks, const ActivationRows& x, int first, F8 (&acc)[R]) {
-    constexpr int bytes = PAIRS ? 2 : 1;
-    const int8_t* q[R];
-    const float *scale[R], *sum[R];
-    for (int r = 0; r < R; r++) {
-        q[r] = x.values<int8_t>(bytes * (first + r));
-        scale[r] = x.scales(first + r);
-        sum[r] = x.sums(first + r);
-        acc[r] = F8::zero();
-    }
-    const auto dot = [](const Codes* w, const int8_t* v, auto steps) {
+inline void code_dot(const TwoTiles<View>& tiles, int blocks, int64_t ahead, const KvActivationBuffer& x, int first,
+                     F8 (&acc)[2][R]) {
+    constexpr int steps = PAIRS ? 16 : 8, step = PanelRows::STEP;
+    PanelRows rows(x, first);
+    KV_UNROLL
+    for (int r = 0; r < R; r++) acc[0][r] = acc[1][r] = F8::zero();
+    const auto dot = [](const Codes* first_codes, const Codes* second_codes, const int8_t* v, auto count,
+                        Sums (&totals)[2][R]) {
         if constexpr (PAIRS)
-            return dot_code_pairs<View::BITS, decltype(steps)::value>(w, v);
+            dot_code_pairs<View::BITS, decltype(count)::value, step, R>(first_codes, second_codes, v, totals);
         else
-            return dot_codes<View::BITS, decltype(steps)::value, 4>(w, v);
+            dot_codes<View::BITS, decltype(count)::value, step, R>(first_codes, second_codes, v, totals);
     };
-    for (int block = 0, at = 0; block < blocks; block++)
-        for (int g = 0; g < View::GROUPS; g++, at++) {
-            const View view(tile[block], g);
-            Codes w[8];
-            view.codes(w);
-            const F8 d = view.scale(0), m = view.minimum(0, d);
+    for (int block = 0; block < blocks; block++) {
+        for (const auto* tile : tiles) prefetch_tile(tile + block, ahead);
+        for (int g = 0; g < View::GROUPS; g++, rows.next(steps)) {
+            const View views[2] = {{tiles[0][block], g}, {tiles[1][block], g}};
+            Codes w[2][8];
+            views[0].codes(w[0]);
+            views[1].codes(w[1]);
+            Sums totals[2][R];
             if constexpr (View::HALVES) {
-                const F8 second_d = view.scale(1), second_m = view.minimum(1, second_d);
-                for (int r = 0; r < R; r++) {
-                    const int8_t* v = q[r] + bytes * KV_GROUP * at;
-                    F8 total = dot(w, v, std::integral_constant<int, 4>()).floats() * d;
-                    total = fma(dot(w + 4, v + bytes * 16, std::integral_constant<int, 4>()).floats(), second_d, total);
-                    acc[r] = fma(total, F8::set1(scale[r][at]), acc[r]);
-                    acc[r] = fma(m, F8::set1(sum[r][2 * at]), acc[r]);
-                    acc[r] = fma(second_m, F8::set1(sum[r][2 * at + 1]), acc[r]);
+                Sums second[2][R];
+                dot(w[0], w[1], rows.values, std::integral_constant<int, 4>(), totals);
+                dot(w[0] + 4, w[1] + 4, rows.values + step * steps / 2, std::integral_constant<int, 4>(), second);
+                KV_UNROLL
+                for (int t = 0; t < 2; t++) {
+                    const F8 d = views[t].scale(0), m = views[t].minimum(0, d);
+                    const F8 second_d = views[t].scale(1), second_m = views[t].minimum(1, second_d);
+                    KV_UNROLL
+                    for (int r = 0; r < R; r++) {
+                        const F8 total = fma(second[t][r].floats(), second_d, totals[t][r].floats() * d);
+                        acc[t][r] = fma(total, rows.scale(r), acc[t][r]);
+                        acc[t][r] = fma(m, rows.sum(r, 0), acc[t][r]);
+                        acc[t][r] = fma(second_m, rows.sum(r, 1), acc[t][r]);
+                    }
                 }
             } else {
-                for (int r = 0; r < R; r++) {
-                    const int8_t* v = q[r] + bytes * KV_GROUP * at;
-                    const F8 total = dot(w, v, std::integral_constant<int, 8>()).floats() * d;
-                    acc[r] = fma(total, F8::set1(scale[r][at]), acc[r]);
-                    acc[r] = fma(m, F8::set1(sum[r][2 * at] + sum[r][2 * at + 1]), acc[r]);
+                dot(w[0], w[1], rows.values, std::integral_constant<int, 8>(), totals);
+                KV_UNROLL
+                for (int t = 0; t < 2; t++) {
+                    const F8 d = views[t].scale(0), m = views[t].minimum(0, d);
+                    KV_UNROLL
+                    for (int r = 0; r < R; r++) {
+                        acc[t][r] = fma(totals[t][r].floats() * d, rows.scale(r), acc[t][r]);
+                        acc[t][r] = fma(m, rows.sum(r), acc[t][r]);
+                    }
                 }
             }
         }
-}
-
-template <int R, class View>
-inline void byte_dot(const typename View::Tile* tile, int blocks, const ActivationRows& x, int first, F8 (&acc)[R]) {
-    const int16_t* q[R];
-    const float *scale[R], *sum[R];
-    for (int r = 0; r < R; r++) {
-        q[r] = x.values<int16_t>(first + r);
-        scale[r] = x.scales(first + r);
-        sum[r] = x.sums(first + r);
-        acc[r] = F8::zero();
     }
-    for (int block = 0, at = 0; block < blocks; block++)
-        for (int g = 0; g < View::GROUPS; g++, at++) {
-            const View view(tile[block], g);
-            ByteDot dot[R];
-            for (int s = 0; s < 8; s++) {
-                BytePairs low, high;
-                view.pairs(s, low, high);
-                for (int r = 0; r < R; r++) {
-                    dot[r].add(low, q[r] + KV_GROUP * at + 2 * s);
-                    dot[r].add(high, q[r] + KV_GROUP * at + 16 + 2 * s);
-                }
-            }
-            const F8 d = view.scale(), m = view.minimum();
-            for (int r = 0; r < R; r++) {
-                acc[r] = fma(dot[r].finish() * F8::set1(scale[r][at]), d, acc[r]);
-                if constexpr (View::HAS_MINIMUM) acc[r] = fma(m, F8::set1(sum[r][2 * at] + sum[r][2 * at + 1]), acc[r]);
-            }
-        }
 }
 
 template <int R, class View>
-inline void dense_dot(const typename View::Tile* tile, int blocks, const ActivationRows& x, int first, F8 (&acc)[R]) {
+inline void byte_dot(const TwoTiles<View>& tiles, int blocks, int64_t ahead, const KvActivationBuffer& x, int first,
+                     F8 (&acc)[2][R]) {
+    constexpr int step = PanelRows::STEP;
+    PanelRows rows(x, first);
+    KV_UNROLL
+    for (int r = 0; r < R; r++) acc[0][r] = acc[1][r] = F8::zero();
+    for (int block = 0; block < blocks; block++) {
+        for (const auto* tile : tiles) prefetch_tile(tile + block, ahead);
+        for (int g = 0; g < View::GROUPS; g++, rows.next(16)) {
+            const View views[2] = {{tiles[0][block], g}, {tiles[1][block], g}};
+            ByteDot dots[2][R];
+            KV_UNROLL
+            for (int s = 0; s < 8; s++) {
+                BytePairs low[2], high[2];
+                views[0].pairs(s, low[0], high[0]);
+                views[1].pairs(s, low[1], high[1]);
+                KV_UNROLL
+                for (int r = 0; r < R; r++) {
+                    const FourBytes v = broadcast_four(rows.values + step * s + PanelRows::ROW * r);
+                    dots[0][r].add(low[0], v);
+                    dots[1][r].add(low[1], v);
+                }
+                KV_UNROLL
+                for (int r = 0; r < R; r++) {
+                    const FourBytes v = broadcast_four(rows.values + step * (s + 8) + PanelRows::ROW * r);
+                    dots[0][r].add(high[0], v);
+                    dots[1][r].add(high[1], v);
+                }
+            }
+            KV_UNROLL
+            for (int t = 0; t < 2; t++) {
+                const F8 d = views[t].scale(), m = views[t].minimum();
+                KV_UNROLL
+                for (int r = 0; r < R; r++) {
+                    acc[t][r] = fma(dots[t][r].finish() * rows.scale(r), d, acc[t][r]);
+                    if constexpr (View::HAS_MINIMUM) acc[t][r] = fma(m, rows.sum(r), acc[t][r]);
+                }
+            }
+        }
+    }
+}
+
+template <int R, class View>
+inline void dense_dot(const TwoTiles<View>& tiles, int blocks, int64_t ahead, const KvActivationBuffer& x, int first,
+                     F8 (&acc)[2][R]) {
     const float* v[R];
-    F8 odd[R];
+    F8 odd[2][R];
     for (int r = 0; r < R; r++) {
-        v[r] = x.values<float>(first + r);
-        acc[r] = odd[r] = F8::zero();
+        v[r] = (const float*)x.values + int64_t(first + r) * x.columns;
+        for (int t = 0; t < 2; t++) acc[t][r] = odd[t][r] = F8::zero();
     }
     for (int g = 0; g < blocks; g++) {
-        const View view(tile[g], 0);
+        for (const auto* tile : tiles) prefetch_tile(tile + g, ahead);
+        const View views[2] = {{tiles[0][g], 0}, {tiles[1][g], 0}};
         for (int c = 0; c < KV_GROUP; c += 2) {
-            const F8 even_column = F8::load(view.column(c)), odd_column = F8::load(view.column(c + 1));
+            F8 even_column[2], odd_column[2];
+            KV_UNROLL
+            for (int t = 0; t < 2; t++) {
+                even_column[t] = F8::load(views[t].column(c));
+                odd_column[t] = F8::load(views[t].column(c + 1));
+            }
+            KV_UNROLL
             for (int r = 0; r < R; r++) {
-                acc[r] = fma(even_column, F8::set1(v[r][KV_GROUP * g + c]), acc[r]);
-                odd[r] = fma(odd_column, F8::set1(v[r][KV_GROUP * g + c + 1]), odd[r]);
+                const F8 even_x = F8::set1(v[r][KV_GROUP * g + c]), odd_x = F8::set1(v[r][KV_GROUP * g + c + 1]);
+                KV_UNROLL
+                for (int t = 0; t < 2; t++) {
+                    acc[t][r] = fma(even_column[t], even_x, acc[t][r]);
+                    odd[t][r] = fma(odd_column[t], odd_x, odd[t][r]);
+                }
             }
         }
     }
-    for (int r = 0; r < R; r++) acc[r] = acc[r] + odd[r];
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < 2; t++) acc[t][r] = acc[t][r] + odd[t][r];
 }
 
-// Writes the 8 outputs of a tile for R activation rows; kept out of line, so that each exists once.
-using TileDot = void (*)(const void* tile, int blocks, const ActivationRows& x, int first, F8* out);
+// Writes the 8 outputs of two tiles for R activation rows, out[R * t + r]; kept out of line, so that each exists once.
+// The next two lie `ahead` bytes on, 0: they are near.
+using TileDot = void (*)(const void* first_tile, const void* second_tile, int blocks, int64_t ahead,
+                         const KvActivationBuffer& x, int first, F8* out);
 
 template <int R, class View>
-KV_NOINLINE void tile_dot(const void* from, int blocks, const ActivationRows& x, int first, F8* out) {
-    const auto* tile = (const typename View::Tile*)from;
-    F8 acc[R];
+KV_NOINLINE void tile_dot(const void* first_tile, const void* second_tile, int blocks, int64_t ahead,
+                          const KvActivationBuffer& x, int first, F8* out) {
+    using Tile = typename View::Tile;
+    const TwoTiles<View> tiles = {(const Tile*)first_tile, (const Tile*)second_tile};
+    F8 acc[2][R];
     if constexpr (View::KIND == ViewKind::DENSE)
-        dense_dot<R, View>(tile, blocks, x, first, acc);
+        dense_dot<R, View>(tiles, blocks, ahead, x, first, acc);
     else if constexpr (View::KIND == ViewKind::BYTES)
-        byte_dot<R, View>(tile, blocks, x, first, acc);
-    else if (x.buffer.kind == KV_ACT_INT8)
-        code_dot<R, View, false>(tile, blocks, x, first, acc);
+        byte_dot<R, View>(tiles, blocks, ahead, x, first, acc);
+    else if (x.kind == KV_ACT_INT8)
+        code_dot<R, View, false>(tiles, blocks, ahead, x, first, acc);
     else
-        code_dot<R, View, true>(tile, blocks, x, first, acc);
-    for (int r = 0; r < R; r++) out[r] = acc[r];
+        code_dot<R, View, true>(tiles, blocks, ahead, x, first, acc);
+    for (int t = 0; t < 2; t++)
+        for (int r = 0; r < R; r++) out[R * t + r] = acc[t][r];
 }
 
 inline float scale_at(const uint16_t* p) { return half_to_float(*p); }

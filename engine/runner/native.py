@@ -1,0 +1,89 @@
+"""Runs our decoder as one list of operations of the native CPU kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.kv_cache import NativeKVCache
+from engine.models.decoder import Decoder
+from engine.models.loader import LoadedModel
+from engine.models.native_decoder import NativeDecoder
+from engine.runner.rows import StepRows
+from engine.scheduler import StepPlan
+from kernels.cpu.program import StepBatch
+
+_NO_ROWS = torch.empty(0, dtype=torch.int32)
+
+
+class NativeRunner:
+    """Runs the decoder as one list of operations of the native CPU kernels."""
+
+    def __init__(self, loaded: LoadedModel, kv_cache: NativeKVCache, max_batched_tokens: int) -> None:
+        self.loaded = loaded
+        self.kv_cache = kv_cache
+        self.max_batched_tokens = max_batched_tokens
+        assert isinstance(loaded.model, Decoder), "only our own decoder is packed for these kernels"
+        self.decoder = NativeDecoder(loaded.model, loaded.config, kv_cache, max_batched_tokens)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv_cache.nbytes
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        return self.decoder.workspace_bytes
+
+    @property
+    def graph_bytes(self) -> int:
+        return 0
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan, all_logits: bool = False, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        rows = StepRows(plan, all_logits, self.max_batched_tokens)
+        if rows.input_ids:
+            self.decoder.forward(self._batch(rows, token_ids), self._rope_lengths(rows))
+        return self.decoder.logits(rows.wanted_rows)
+
+    def _rope_lengths(self, rows: StepRows) -> torch.Tensor | None:
+        if not self.loaded.config.depends_on_length:
+            return None
+        lengths: list[int] = []
+        for entry, floor in zip(rows.entries, rows.length_floors(self.loaded.config)):
+            lengths.extend(max(entry.start + row + 1, floor) for row in range(entry.num_new_tokens))
+        return torch.tensor(lengths)
+
+    def _batch(self, rows: StepRows, token_ids: torch.Tensor | None) -> StepBatch:
+        """Every microsecond counts here: one chat's step takes a few thousand.
+
+        Raises ValueError where a request has more tokens than its blocks hold.
+        """
+        entries, block_size = rows.entries, self.kv_cache.block_size
+        ends = [entry.start + entry.num_new_tokens for entry in entries]
+        tables = np.zeros((len(entries), -(-max(ends) // block_size)), dtype=np.int32)
+        first_rows, slots = [0], []
+        for table, entry, end in zip(tables, entries, ends):
+            blocks = entry.request.block_table
+            used = -(-end // block_size)
+            if used > len(blocks):
+                raise ValueError(f"{end} tokens need {used} blocks of {block_size}, got {len(blocks)}")
+            table[:used] = blocks[:used]
+            slots += [blocks[at // block_size] * block_size + at % block_size for at in range(entry.start, end)]
+            first_rows.append(len(slots))
+        input_ids = _int32(rows.input_ids)
+        if rows.sourced_rows:
+            assert token_ids is not None, "a step with a source_row needs the tokens of the one before"
+            input_ids[rows.sourced_rows] = token_ids[rows.source_rows].int()
+        return StepBatch(
+            input_ids,
+            _int32(rows.positions),
+            torch.from_numpy(np.array(slots, dtype=np.int64)),
+            _int32(first_rows),
+            _int32(ends),
+            torch.from_numpy(tables),
+            selected=_NO_ROWS,
+        )
+
+
+def _int32(values: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.int32))

@@ -1,0 +1,241 @@
+"""The loop over tiles of integer weights that plain products and those of experts share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _nibbles(packed, like, ZERO: tl.constexpr, IS_FLOAT: tl.constexpr, USE_PTX: tl.constexpr):
+    """The numbers in the low and the high halves of bytes, exact, and ones that lie in registers as they do.
+
+    A code becomes a number by setting it below the bits of a power of two, 1024 in fp16 and 128 in bf16. The
+    compiler does so one by one; in PTX a byte permutation does two at once.
+    """
+    if IS_FLOAT:
+        low = _float4(packed & 15, like)
+        high = _float4(packed >> 4, like)
+        ones = tl.full(packed.shape, 1.0, like.dtype)
+    elif USE_PTX and like.dtype == tl.float16:
+        low, high, ones = tl.inline_asm_elementwise(
+            """{ .reg .b32 low, high;
+            and.b32 low, $6, 0x0f0f0f0f;
+            shr.b32 high, $6, 4;
+            and.b32 high, high, 0x0f0f0f0f;
+            prmt.b32 $0, low, 0x64646464, 0x4140;
+            prmt.b32 $1, low, 0x64646464, 0x4342;
+            prmt.b32 $2, high, 0x64646464, 0x4140;
+            prmt.b32 $3, high, 0x64646464, 0x4342;
+            mov.b32 $4, 0x3c003c00;
+            mov.b32 $5, 0x3c003c00; }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,r",
+            [packed],
+            dtype=(tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+        low -= 1024.0 + ZERO
+        high -= 1024.0 + ZERO
+    elif USE_PTX:
+        low, high, ones = tl.inline_asm_elementwise(
+            """{ .reg .b32 low, high;
+            and.b32 low, $6, 0x0f0f0f0f;
+            shr.b32 high, $6, 4;
+            and.b32 high, high, 0x0f0f0f0f;
+            prmt.b32 $0, low, 0x43434343, 0x4140;
+            prmt.b32 $1, low, 0x43434343, 0x4342;
+            prmt.b32 $2, high, 0x43434343, 0x4140;
+            prmt.b32 $3, high, 0x43434343, 0x4342;
+            mov.b32 $4, 0x3f803f80;
+            mov.b32 $5, 0x3f803f80; }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,r",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+        low -= 128.0 + ZERO
+        high -= 128.0 + ZERO
+    else:
+        low = (packed & 15).to(tl.int16).to(like.dtype) - ZERO
+        high = (packed >> 4).to(tl.int16).to(like.dtype) - ZERO
+        ones = tl.full(packed.shape, 1.0, like.dtype)
+    return low, high, ones
+
+
+@triton.jit
+def _bytes(codes, like, ZERO: tl.constexpr, USE_PTX: tl.constexpr):
+    """The same for codes of a byte each."""
+    if USE_PTX and like.dtype == tl.float16:
+        numbers, ones = tl.inline_asm_elementwise(
+            """prmt.b32 $0, $4, 0x64646464, 0x4140;
+            prmt.b32 $1, $4, 0x64646464, 0x4342;
+            mov.b32 $2, 0x3c003c00;
+            mov.b32 $3, 0x3c003c00;""",
+            "=&r,=&r,=&r,=&r,r",
+            [codes],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+        numbers -= 1024.0 + ZERO
+    elif USE_PTX and ZERO >= 128:
+        # Seven bits below 128; the eighth, its sign turned, makes what is taken off 128 or 256.
+        numbers, offsets, ones = tl.inline_asm_elementwise(
+            """{ .reg .b32 low, high;
+            and.b32 low, $6, 0x7f7f7f7f;
+            not.b32 high, $6;
+            and.b32 high, high, 0x80808080;
+            prmt.b32 $0, low, 0x43434343, 0x4140;
+            prmt.b32 $1, low, 0x43434343, 0x4342;
+            prmt.b32 $2, high, 0x43434343, 0x4140;
+            prmt.b32 $3, high, 0x43434343, 0x4342;
+            mov.b32 $4, 0x3f803f80;
+            mov.b32 $5, 0x3f803f80; }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,r",
+            [codes],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+        numbers -= offsets
+        if ZERO > 128:
+            numbers -= ZERO - 128.0
+    elif USE_PTX:
+        numbers, ones = tl.inline_asm_elementwise(
+            """prmt.b32 $0, $4, 0x43434343, 0x4140;
+            prmt.b32 $1, $4, 0x43434343, 0x4342;
+            mov.b32 $2, 0x3f803f80;
+            mov.b32 $3, 0x3f803f80;""",
+            "=&r,=&r,=&r,=&r,r",
+            [codes],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+        numbers -= 128.0 + ZERO
+    else:
+        numbers = (codes.to(tl.int16) - ZERO).to(like.dtype)
+        ones = tl.full(codes.shape, 1.0, like.dtype)
+    return numbers, ones
+
+
+@triton.jit
+def _float4(codes, like):
+    """Twice the numbers of E2M1: sign, exponent and mantissa in the places of a wider number, then scaled up."""
+    wide = codes.to(tl.uint16)
+    if like.dtype == tl.bfloat16:
+        numbers = (((wide & 7) << 6) | ((wide & 8) << 12)).to(tl.bfloat16, bitcast=True) * (2.0**127)
+    else:
+        halves = (((wide & 7) << 9) | ((wide & 8) << 12)).to(tl.float16, bitcast=True) * 32768.0
+        numbers = halves.to(like.dtype)
+    return numbers
+
+
+@triton.jit
+def _of_groups(at, is_column, out_features, COUNT: tl.constexpr):
+    """What belongs to the groups of one tile, a tuple of [columns] each."""
+    values = ()
+    for group in tl.static_range(COUNT):  # pyright: ignore[reportGeneralTypeIssues]
+        values = values + (tl.load(at + group * out_features, mask=is_column, other=0.0),)
+    return values
+
+
+@triton.jit
+def _multiply(
+    accumulator,
+    x,
+    numbers,
+    ones,
+    scale,
+    minimum,
+    SCALE_WEIGHTS: tl.constexpr,
+    HAS_MINIMUM: tl.constexpr,
+):
+    """accumulator [rows, out] += x [rows, k] @ (numbers [k, out] * scale [out] + minimum [out])."""
+    if SCALE_WEIGHTS:
+        weight = numbers * scale[None, :]
+        if HAS_MINIMUM:
+            weight += minimum[None, :]
+        accumulator = tl.dot(x, weight, accumulator, input_precision="ieee")
+    else:
+        accumulator += tl.dot(x, numbers, input_precision="ieee") * scale[None, :].to(tl.float32)
+        if HAS_MINIMUM:
+            # The sum of x along the row; the tensor cores have nothing better to do.
+            accumulator += tl.dot(x, ones, input_precision="ieee") * minimum[None, :].to(tl.float32)
+    return accumulator
+
+
+@triton.jit
+def multiply_tiles(
+    accumulator,
+    x_rows,
+    is_row,
+    codes,
+    scales,
+    minimums,
+    columns,
+    is_column,
+    out_features,
+    first_tile,
+    end_tile,
+    BITS: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
+    SCALE_WEIGHTS: tl.constexpr,
+    HAS_MINIMUM: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):
+    """accumulator [rows, columns] plus the product of rows of x and the tiles first_tile..end_tile of a matrix.
+
+    x_rows [rows] points to the rows of x; the layout of codes, scales and minimums is that of
+    `kernels.triton.matmul`. Scales are read one tile ahead, since nothing else hides the time that takes.
+    """
+    BYTES: tl.constexpr = TILE_K * BITS // 8
+    # Bytes of one column whose weights in either half have the same scale.
+    PART: tl.constexpr = min(GROUP, BYTES)
+    GROUPS: tl.constexpr = (TILE_K + GROUP - 1) // GROUP
+    inner = tl.arange(0, PART)
+    tile_bytes = out_features.to(tl.int64) * BYTES
+    x_at = x_rows[:, None] + first_tile * TILE_K + inner[None, :]
+    codes_at = codes + first_tile * tile_bytes + columns.to(tl.int64)[None, :] * BYTES + inner[:, None]
+    scales_at = scales + columns
+    minimums_at = minimums + columns
+    group = first_tile * TILE_K // GROUP * out_features
+    scale = _of_groups(scales_at + group, is_column, out_features, GROUPS)
+    minimum = scale
+    if HAS_MINIMUM:
+        minimum = _of_groups(minimums_at + group, is_column, out_features, GROUPS)
+    for tile in range(first_tile, end_tile):
+        group = (tl.minimum(tile + 1, end_tile - 1) if not SCALE_WEIGHTS else tile) * TILE_K // GROUP * out_features
+        next_scale = _of_groups(scales_at + group, is_column, out_features, GROUPS)
+        next_minimum = next_scale
+        if HAS_MINIMUM:
+            next_minimum = _of_groups(minimums_at + group, is_column, out_features, GROUPS)
+        if SCALE_WEIGHTS:
+            # Values carried round the loop would force the weights through another layout.
+            scale = next_scale
+            minimum = next_minimum
+        for part in tl.static_range(BYTES // PART):
+            packed = tl.load(codes_at + part * PART, mask=is_column[None, :], other=0)
+            x_low = tl.load(x_at + part * PART, mask=is_row[:, None], other=0.0)
+            if BITS == 4:
+                low, high, ones = _nibbles(packed, x_low, ZERO, IS_FLOAT, USE_PTX)
+            else:
+                low, ones = _bytes(packed, x_low, ZERO, USE_PTX)
+            factor = scale[part * PART // GROUP]
+            offset = minimum[part * PART // GROUP]
+            accumulator = _multiply(accumulator, x_low, low, ones, factor, offset, SCALE_WEIGHTS, HAS_MINIMUM)
+            if BITS == 4:
+                x_high = tl.load(x_at + (BYTES + part * PART), mask=is_row[:, None], other=0.0)
+                factor = scale[(BYTES + part * PART) // GROUP]
+                offset = minimum[(BYTES + part * PART) // GROUP]
+                accumulator = _multiply(accumulator, x_high, high, ones, factor, offset, SCALE_WEIGHTS, HAS_MINIMUM)
+        scale = next_scale
+        minimum = next_minimum
+        x_at += TILE_K
+        codes_at += tile_bytes
+    return accumulator
