@@ -17,12 +17,13 @@ import torch
 
 from engine.answer import RequestOutput
 from engine.engine import Engine
+from engine.models.native_decoder import NativeDecoder
 from engine.outbox import Outbox
 from engine.protocol import Delta, ModelInfo, SamplingParams
 from engine.runner import ModelRunner, NativeRunner, Runner
 from engine.stopwatch import Stopwatch, replaced_methods
 from engine.worker import MEMORY_SECONDS, TELEMETRY_SECONDS, measure_memory
-from kernels.cpu.program import Program, StepBatch
+from kernels.cpu.program import StepBatch
 
 DECODE_ROUNDS = 4
 STEPS_PER_ROUND = 16
@@ -221,23 +222,24 @@ class _Measured:
     def __init__(self) -> None:
         self.plain_seconds = 0.0
         self.watch = Stopwatch()
-        self._operations: list[tuple[str, Program, torch.Tensor]] = []
+        self._operations: list[tuple[NativeDecoder, int, torch.Tensor]] = []
 
-    def timed_program(self, part: str, program: Program) -> Callable[[StepBatch], None]:
-        def run(batch: StepBatch) -> None:
-            self._operations.append((part, program, program.run_profiled(batch)))
+    def timed_program(self, decoder: NativeDecoder) -> Callable[..., None]:
+        def run(batch: StepBatch, first: int = 0, end: int | None = None) -> None:
+            self._operations.append((decoder, first, decoder.program.run_profiled(batch, first, end)))
 
         return run
 
     def breakdown(self, sequences: int, tokens: int, runs: int) -> Breakdown:
         """The average of that many runs."""
         kinds: defaultdict[str, float] = defaultdict(float)
-        for part, program, nanoseconds in self._operations:
-            by_kind = program.seconds_by_kind(nanoseconds)
-            self.watch.move(BATCH, part, sum(by_kind.values()))
-            if part == KERNELS:
-                for kind, seconds in by_kind.items():
-                    kinds[kind] += seconds
+        for decoder, first, nanoseconds in self._operations:
+            num_layer_ops = max(0, decoder.first_of_head - first)
+            by_kind = decoder.program.seconds_by_kind(nanoseconds[:num_layer_ops], first)
+            self.watch.move(BATCH, KERNELS, sum(by_kind.values()))
+            self.watch.move(BATCH, HEAD, float(nanoseconds[num_layer_ops:].sum()) * 1e-9)
+            for kind, seconds in by_kind.items():
+                kinds[kind] += seconds
         total, booked = self.watch.total, self.watch.seconds
         per_run = 1e3 / runs
         parts = [
@@ -265,11 +267,7 @@ class _Measured:
 def _watched_model(runner: Runner, measured: _Measured) -> list[tuple[object, str, Callable[..., Any]]]:
     """Times the operations of a native step one by one, and any other model as a whole."""
     if isinstance(runner, NativeRunner):
-        decoder = runner.decoder
-        return [
-            (decoder.layers, "run", measured.timed_program(KERNELS, decoder.layers)),
-            (decoder.head, "run", measured.timed_program(HEAD, decoder.head)),
-        ]
+        return [(runner.decoder.program, "run", measured.timed_program(runner.decoder))]
     assert isinstance(runner, ModelRunner)
     is_cuda = runner.loaded.device.type == "cuda"
     compute = runner.compute

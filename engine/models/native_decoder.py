@@ -78,63 +78,65 @@ def _read_one_activation(weights: Sequence[QuantWeight]) -> bool:
 class NativeDecoder:
     """Runs a decoder's layers over the native cache; the same numbers as its eager form up to rounding.
 
-    `layers` and `head` are its two lists of operations, the second for the logits. Buffers are allocated once for
-    `max_rows` rows. A row's result is the same bits whatever else is in the batch.
+    The operations of `program` from `first_of_head` on are those for the logits. Buffers are allocated once for
+    `max_rows` rows, those of the logits for `HEAD_ROWS`. A row's result is the same bits whatever else is in the batch.
     """
 
     def __init__(self, decoder: Decoder, config: ModelConfig, kv_cache: NativeKVCache, max_rows: int) -> None:
         self._decoder = decoder
         self._config = config
         self._kv_cache = kv_cache
-        self.layers = Program(max_rows)
+        self.program = Program(max_rows)
         self._activations: dict[tuple[int, int, int], Activation] = {}
         self._floats: dict[str, torch.Tensor] = {}
         self._routing: ExpertRouting | None = None
         self._angles: dict[RotaryTable, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._hidden = self.layers.floats(config.hidden_size)
-        self.layers.embed(_packed(decoder.embedding), self._hidden, config.embedding_scale)
+        self._hidden = self.program.floats(config.hidden_size)
+        self.program.embed(_packed(decoder.embedding), self._hidden, config.embedding_scale)
         for index, layer in enumerate(decoder.layers):
             self._add_layer(layer, self._attention_spec(index, layer))
 
-        self.head = Program(HEAD_ROWS)
-        selected = self.head.floats(config.hidden_size)
-        self._logits = self.head.floats(config.vocab_size)
+        self.first_of_head = len(self.program.ops)
+        selected = self.program.floats(config.hidden_size, HEAD_ROWS)
+        self._logits = self.program.floats(config.vocab_size, HEAD_ROWS)
         head = _packed(decoder.head.weight)
-        normed = self.head.activation(head.activation(), config.hidden_size)
-        self.head.select(self._hidden, selected)
-        self.head.norm(selected, decoder.final_norm.weight, decoder.final_norm.eps, normed, selected=True)
-        self.head.matmul(
+        normed = self.program.activation(head.activation(), config.hidden_size, HEAD_ROWS)
+        self.program.select(self._hidden, selected)
+        self.program.norm(selected, decoder.final_norm.weight, decoder.final_norm.eps, normed, selected=True)
+        self.program.matmul(
             normed, head, self._logits, factor=config.logits_scale, soft_cap=config.logits_soft_cap, selected=True
         )
 
-    def forward(self, batch: StepBatch, rope_lengths: torch.Tensor | None = None) -> None:
-        """Computes a step and writes its keys and values; `logits` then reads the rows that are wanted.
+    def logits(self, batch: StepBatch, rows: list[int], rope_lengths: torch.Tensor | None = None) -> torch.Tensor:
+        """Computes a step and writes its keys and values: logits of `rows`, float32 [len(rows), vocab_size].
 
-        `rope_lengths` as in `engine.layers.attention.AttentionContext`.
+        The batch selects these rows if they are not more than `HEAD_ROWS`, and none otherwise. The next step may
+        write over what is returned. `rope_lengths` as in `engine.layers.attention.AttentionContext`.
         """
         if self._angles:
-            self._fill_angles(batch.positions.long(), rope_lengths)
-        self.layers.run(batch)
+            self._fill_angles(batch, rope_lengths)
+        if batch.num_selected:
+            self.program.run(batch)
+            return self._logits[: batch.num_selected]
+        self.program.run(batch, end=self.first_of_head)
+        logits = torch.empty(len(rows), self._config.vocab_size)
+        for first in range(0, len(rows), HEAD_ROWS):
+            chunk = rows[first : first + HEAD_ROWS]
+            self.program.run(StepBatch.selecting(chunk), self.first_of_head)
+            logits[first : first + len(chunk)] = self._logits[: len(chunk)]
+        return logits
 
-    def _fill_angles(self, positions: torch.Tensor, rope_lengths: torch.Tensor | None) -> None:
+    def _fill_angles(self, batch: StepBatch, rope_lengths: torch.Tensor | None) -> None:
+        positions = torch.tensor(batch.positions)
         lengths = positions + 1 if rope_lengths is None else rope_lengths
         for rotary, (cos, sin) in self._angles.items():
             both = rotary(positions, lengths, torch.float32)
             for buffer, values in zip((cos, sin), both):  # the second halves: there sin is not negated
                 buffer[: positions.shape[0]] = values[:, buffer.shape[1] :]
 
-    def logits(self, rows: list[int]) -> torch.Tensor:
-        """Float32 [len(rows), vocab_size] of the last step's rows."""
-        logits = torch.empty(len(rows), self._config.vocab_size)
-        for first in range(0, len(rows), HEAD_ROWS):
-            chunk = rows[first : first + HEAD_ROWS]
-            self.head.run(StepBatch.selecting(chunk))
-            logits[first : first + len(chunk)] = self._logits[: len(chunk)]
-        return logits
-
     @property
     def workspace_bytes(self) -> int:
-        return self.layers.buffer_bytes + self.head.buffer_bytes
+        return self.program.buffer_bytes
 
     def _attention_spec(self, index: int, layer: DecoderLayer) -> AttentionSpec:
         config, cache, attention = self._config, self._kv_cache, layer.attention
@@ -173,11 +175,11 @@ class NativeDecoder:
         if not rope.depends_on_length:
             return rotary.cos, rotary.sin
         if rotary not in self._angles:
-            self._angles[rotary] = (self.layers.floats(rope.dim // 2), self.layers.floats(rope.dim // 2))
+            self._angles[rotary] = (self.program.floats(rope.dim // 2), self.program.floats(rope.dim // 2))
         return self._angles[rotary]
 
     def _add_layer(self, layer: DecoderLayer, spec: AttentionSpec) -> None:
-        config, body, attention = self._config, self.layers, layer.attention
+        config, body, attention = self._config, self.program, layer.attention
         qkv = self._buffer("qkv", (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         attended = self._buffer("attended", config.num_heads * config.head_dim)
         first, normed = 0, {}  # a part of another format may read its input in another form
@@ -200,11 +202,11 @@ class NativeDecoder:
     def _add_mlp(self, mlp: GatedMLP, norm: RMSNorm | None, output_norm: RMSNorm | None) -> None:
         gated = self._buffer("gated", mlp.down.weight.shape[1])
         normed = self._read_hidden(_packed(mlp.gate_up.weight), norm, precise=False)
-        self.layers.matmul(normed, _packed(mlp.gate_up.weight), gated, bias=mlp.gate_up.bias, **self._gate())
+        self.program.matmul(normed, _packed(mlp.gate_up.weight), gated, bias=mlp.gate_up.bias, **self._gate())
         self._add_to_hidden(gated, mlp.down, output_norm, precise=True)
 
     def _add_experts(self, mlp: MixtureOfExperts, norm: RMSNorm | None) -> None:
-        config, body = self._config, self.layers
+        config, body = self._config, self.program
         assert norm is not None, "why_not_native lets only such experts through"
         gate_ups = [_packed(expert.gate_up.weight) for expert in mlp.experts]
         downs = [_packed(expert.down.weight) for expert in mlp.experts]
@@ -237,22 +239,22 @@ class NativeDecoder:
     def _read_hidden(self, weight: PackedWeight, norm: RMSNorm | None, precise: bool) -> Activation:
         activation = self._activation(weight, precise)
         if norm is None:
-            self.layers.quantize(self._hidden, activation)
+            self.program.quantize(self._hidden, activation)
         else:
-            self.layers.norm(self._hidden, norm.weight, norm.eps, activation)
+            self.program.norm(self._hidden, norm.weight, norm.eps, activation)
         return activation
 
     def _add_to_hidden(self, source: torch.Tensor, linear: Linear, norm: RMSNorm | None, precise: bool) -> None:
         scale, weight = self._config.residual_scale, _packed(linear.weight)
         quantized = self._activation(weight, precise)
-        self.layers.quantize(source, quantized)
+        self.program.quantize(source, quantized)
         if norm is None:
-            self.layers.matmul(quantized, weight, self._hidden, Epilogue.ADD, linear.bias, factor=scale)
+            self.program.matmul(quantized, weight, self._hidden, Epilogue.ADD, linear.bias, factor=scale)
             return
         update = self._buffer("update", self._config.hidden_size)
-        self.layers.matmul(quantized, weight, update, bias=linear.bias)
+        self.program.matmul(quantized, weight, update, bias=linear.bias)
         gain = norm.weight if scale == 1.0 else norm.weight * scale
-        self.layers.plain_norm(update, gain, norm.eps, self._hidden, add=True)
+        self.program.plain_norm(update, gain, norm.eps, self._hidden, add=True)
 
     def _gate(self) -> dict[str, Any]:
         config = self._config
@@ -268,14 +270,14 @@ class NativeDecoder:
         """A buffer that all layers take turns with."""
         key = f"{name} {columns}"
         if key not in self._floats:
-            self._floats[key] = self.layers.floats(columns, rows)
+            self._floats[key] = self.program.floats(columns, rows)
         return self._floats[key]
 
     def _activation(self, weight: PackedWeight, precise: bool, rows: int | None = None) -> Activation:
         """The buffer that a matrix product reads; those of the same shape take turns with one."""
-        key = (weight.activation(precise), weight.columns, rows or self.layers.max_rows)
+        key = (weight.activation(precise), weight.columns, rows or self.program.max_rows)
         if key not in self._activations:
-            self._activations[key] = self.layers.activation(*key)
+            self._activations[key] = self.program.activation(*key)
         return self._activations[key]
 
 

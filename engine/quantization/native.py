@@ -37,7 +37,7 @@ class NativeWeight:
         program = Program(max_rows=indices.numel())
         out = program.floats(self.packed.columns)
         program.embed(self.packed, out)
-        program.run(StepBatch.of_rows(indices.numel(), input_ids=indices.int()))
+        program.run(StepBatch.of_rows(indices.numel(), indices.tolist()))
         return out
 
     def dequantize(self) -> torch.Tensor:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from engine.kv_cache import NativeKVCache
 from engine.models.decoder import Decoder
 from engine.models.loader import LoadedModel
-from engine.models.native_decoder import NativeDecoder
+from engine.models.native_decoder import HEAD_ROWS, NativeDecoder
 from engine.runner.rows import StepRows
 from engine.scheduler import StepPlan
 from kernels.cpu.program import StepBatch
-
-_NO_ROWS = torch.empty(0, dtype=torch.int32)
 
 
 class NativeRunner:
@@ -38,12 +35,11 @@ class NativeRunner:
     def graph_bytes(self) -> int:
         return 0
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan, all_logits: bool = False, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         rows = StepRows(plan, all_logits, self.max_batched_tokens)
-        if rows.input_ids:
-            self.decoder.forward(self._batch(rows, token_ids), self._rope_lengths(rows))
-        return self.decoder.logits(rows.wanted_rows)
+        if not rows.input_ids:
+            return torch.empty(0, self.loaded.config.vocab_size)
+        return self.decoder.logits(self._batch(rows, token_ids), rows.wanted_rows, self._rope_lengths(rows))
 
     def _rope_lengths(self, rows: StepRows) -> torch.Tensor | None:
         if not self.loaded.config.depends_on_length:
@@ -54,36 +50,23 @@ class NativeRunner:
         return torch.tensor(lengths)
 
     def _batch(self, rows: StepRows, token_ids: torch.Tensor | None) -> StepBatch:
-        """Every microsecond counts here: one chat's step takes a few thousand.
-
-        Raises ValueError where a request has more tokens than its blocks hold.
-        """
+        """Raises ValueError where a request has more tokens than its blocks hold."""
         entries, block_size = rows.entries, self.kv_cache.block_size
         ends = [entry.start + entry.num_new_tokens for entry in entries]
-        tables = np.zeros((len(entries), -(-max(ends) // block_size)), dtype=np.int32)
-        first_rows, slots = [0], []
-        for table, entry, end in zip(tables, entries, ends):
+        width = -(-max(ends) // block_size)
+        first_rows, slots, tables = [0], [], []
+        for entry, end in zip(entries, ends):
             blocks = entry.request.block_table
             used = -(-end // block_size)
             if used > len(blocks):
                 raise ValueError(f"{end} tokens need {used} blocks of {block_size}, got {len(blocks)}")
-            table[:used] = blocks[:used]
+            tables.append(blocks[:used] + [0] * (width - used))
             slots += [blocks[at // block_size] * block_size + at % block_size for at in range(entry.start, end)]
             first_rows.append(len(slots))
-        input_ids = _int32(rows.input_ids)
+        input_ids = rows.input_ids
         if rows.sourced_rows:
             assert token_ids is not None, "a step with a source_row needs the tokens of the one before"
-            input_ids[rows.sourced_rows] = token_ids[rows.source_rows].int()
-        return StepBatch(
-            input_ids,
-            _int32(rows.positions),
-            torch.from_numpy(np.array(slots, dtype=np.int64)),
-            _int32(first_rows),
-            _int32(ends),
-            torch.from_numpy(tables),
-            selected=_NO_ROWS,
-        )
-
-
-def _int32(values: list[int]) -> torch.Tensor:
-    return torch.from_numpy(np.array(values, dtype=np.int32))
+            for row, source in zip(rows.sourced_rows, rows.source_rows):
+                input_ids[row] = int(token_ids[source])
+        selected = rows.wanted_rows if len(rows.wanted_rows) <= HEAD_ROWS else ()
+        return StepBatch(input_ids, rows.positions, slots, first_rows, ends, tables, selected)

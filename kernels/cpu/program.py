@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
-import numpy as np
 import torch
 
 from kernels.cpu.library import (
@@ -28,76 +30,60 @@ from kernels.cpu.library import (
 from kernels.cpu.packing import PackedWeight
 
 
-@dataclass(frozen=True)
 class StepBatch:
-    """The ragged rows of one step; all tensors on the CPU and contiguous.
+    """The ragged rows of one step, in memory that native operations read.
 
-    input_ids, positions int32 [num_rows]; slot_mapping int64 [num_rows], negative where
-    nothing is written; cu_seqlens_q int32 [num_sequences + 1]; seq_lens int32
-    [num_sequences]; block_tables int32 [num_sequences, max_blocks]; selected int32
-    [num_selected], the rows whose logits are wanted.
+    input_ids, positions, slot_mapping (negative where nothing is written): one for each row; cu_seqlens_q: where
+    each sequence begins, and the end; seq_lens; block_tables: as many blocks for each sequence; selected: the rows
+    whose logits are wanted. Made of lists, one after another in two arrays, since beside streaming a model's weights
+    every object that is touched comes from memory, and one chat's step takes a few milliseconds.
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    seq_lens: torch.Tensor
-    block_tables: torch.Tensor
-    selected: torch.Tensor
+    __slots__ = ("_int32", "_int64", "num_rows", "num_selected", "positions", "struct")
+
+    def __init__(
+        self,
+        input_ids: Sequence[int],
+        positions: Sequence[int],
+        slot_mapping: Sequence[int],
+        cu_seqlens_q: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        selected: Sequence[int],
+    ) -> None:
+        self.num_rows, self.num_selected, self.positions = len(input_ids), len(selected), positions
+        numbers = [*input_ids, *positions, *cu_seqlens_q, *seq_lens, *selected, *chain.from_iterable(block_tables)]
+        self._int32, self._int64 = array("i", numbers), array("q", slot_mapping)
+        size = self._int32.itemsize
+        at_ids, _ = self._int32.buffer_info()
+        at_positions = at_ids + size * self.num_rows
+        at_starts = at_positions + size * len(positions)
+        at_lens = at_starts + size * len(cu_seqlens_q)
+        at_selected = at_lens + size * len(seq_lens)
+        self.struct = Batch(
+            self.num_rows,
+            len(seq_lens),
+            self.num_selected,
+            len(block_tables[0]) if block_tables else 0,
+            at_ids,
+            at_positions,
+            self._int64.buffer_info()[0],
+            at_starts,
+            at_lens,
+            at_selected + size * self.num_selected,
+            at_selected,
+        )
 
     @classmethod
-    def of_rows(cls, num_rows: int, input_ids: torch.Tensor | None = None) -> StepBatch:
+    def of_rows(cls, num_rows: int, input_ids: Sequence[int] | None = None) -> StepBatch:
         """A batch for programs without attention; every row is selected."""
-        rows = torch.arange(num_rows, dtype=torch.int32)
-        nothing = rows[:0]
-        return cls(
-            input_ids=rows if input_ids is None else input_ids.contiguous(),
-            positions=rows,
-            slot_mapping=nothing.long(),
-            cu_seqlens_q=nothing,
-            seq_lens=nothing,
-            block_tables=nothing.view(0, 0),
-            selected=rows,
-        )
+        rows = range(num_rows)
+        return cls(rows if input_ids is None else input_ids, rows, (), (), (), (), rows)
 
     @classmethod
-    def selecting(cls, rows: list[int]) -> StepBatch:
-        """A batch for programs that only read rows of an earlier one's buffer."""
-        selected = torch.from_numpy(np.array(rows, dtype=np.int32))
-        nothing = _NOTHING
-        return cls(
-            nothing.input_ids,
-            nothing.positions,
-            nothing.slot_mapping,
-            nothing.cu_seqlens_q,
-            nothing.seq_lens,
-            nothing.block_tables,
-            selected,
-        )
-
-    def struct(self) -> Batch:
-        return Batch(
-            self.input_ids.numel(),
-            self.seq_lens.numel(),
-            self.selected.numel(),
-            self.block_tables.shape[1],
-            *(
-                tensor.data_ptr()
-                for tensor in (
-                    self.input_ids,
-                    self.positions,
-                    self.slot_mapping,
-                    self.cu_seqlens_q,
-                    self.seq_lens,
-                    self.block_tables,
-                    self.selected,
-                )
-            ),
-        )
-
-
-_NOTHING = StepBatch.of_rows(0)
+    def selecting(cls, rows: Sequence[int]) -> StepBatch:
+        """A batch for operations that only read rows of an earlier one's buffer."""
+        return cls((), (), (), (), (), (), rows)
 
 
 @dataclass(frozen=True)
@@ -266,36 +252,39 @@ class Program:
         """Copies the batch's selected rows."""
         self._add(OpKind.SELECT, input=x, output=output, columns=x.shape[1])
 
-    def run(self, batch: StepBatch) -> None:
-        """Raises `NativeLibraryError` naming the operation that the library refuses."""
-        self._check(batch)
-        struct = batch.struct()
-        self._raise_for(load().kv_run(self._compiled(), len(self.ops), ctypes.byref(struct)))
+    def run(self, batch: StepBatch, first: int = 0, end: int | None = None) -> None:
+        """Runs the operations [first, end), by default all.
 
-    def run_profiled(self, batch: StepBatch) -> torch.Tensor:
-        """As `run`; returns nanoseconds of each operation, int64."""
-        self._check(batch)
-        struct = batch.struct()
-        nanoseconds = torch.zeros(len(self.ops), dtype=torch.int64)
-        code = load().kv_run_profiled(self._compiled(), len(self.ops), ctypes.byref(struct), nanoseconds.data_ptr())
-        self._raise_for(code)
+        Raises `NativeLibraryError` naming the operation that the library refuses.
+        """
+        ops, count = self._part(batch, first, end)
+        self._raise_for(load().kv_run(ops, count, ctypes.byref(batch.struct)), first)
+
+    def run_profiled(self, batch: StepBatch, first: int = 0, end: int | None = None) -> torch.Tensor:
+        """As `run`; returns nanoseconds of each of these operations, int64."""
+        ops, count = self._part(batch, first, end)
+        nanoseconds = torch.zeros(count, dtype=torch.int64)
+        code = load().kv_run_profiled(ops, count, ctypes.byref(batch.struct), nanoseconds.data_ptr())
+        self._raise_for(code, first)
         return nanoseconds
 
-    def seconds_by_kind(self, nanoseconds: torch.Tensor) -> dict[str, float]:
-        """What `run_profiled` returned, added up by kind of operation."""
+    def seconds_by_kind(self, nanoseconds: torch.Tensor, first: int = 0) -> dict[str, float]:
+        """What `run_profiled` returned for operations from `first` on, added up by kind of operation."""
         seconds: defaultdict[str, float] = defaultdict(float)
-        for op, spent in zip(self.ops, nanoseconds.tolist(), strict=True):
+        for op, spent in zip(self.ops[first:], nanoseconds.tolist()):
             seconds[OpKind(op.kind).name.lower()] += spent * 1e-9
         return dict(seconds)
 
-    def _check(self, batch: StepBatch) -> None:
-        num_rows = batch.input_ids.numel()
-        if num_rows > self.max_rows:
-            raise NativeLibraryError(f"a step of {num_rows} rows exceeds the program's {self.max_rows}")
+    def _part(self, batch: StepBatch, first: int, end: int | None) -> tuple[Any, int]:
+        """Where operation `first` lies, and how many there are up to `end`."""
+        if batch.num_rows > self.max_rows:
+            raise NativeLibraryError(f"a step of {batch.num_rows} rows exceeds the program's {self.max_rows}")
+        count = (len(self.ops) if end is None else end) - first
+        return ctypes.byref(self._compiled()[first]), count
 
-    def _raise_for(self, code: int) -> None:
+    def _raise_for(self, code: int, first: int) -> None:
         if code != 0:
-            kind = OpKind(self.ops[-1 - code].kind).name.lower()
+            kind = OpKind(self.ops[first - 1 - code].kind).name.lower()
             raise NativeLibraryError(f"the native kernels refuse operation {-1 - code} ({kind}): shape not supported")
 
     def _compiled(self) -> ctypes.Array[Op]:

@@ -96,7 +96,8 @@ class Harness:
         parts = []
         for start in range(0, len(token_ids), step):
             entry = ScheduledRequest(request, start, min(step, len(token_ids) - start), False)
-            parts.append(self.runner.execute(StepPlan([entry], []), all_logits=True))
+            # A copy, because the next step may write over what this one returns.
+            parts.append(self.runner.execute(StepPlan([entry], []), all_logits=True).clone())
         return torch.cat(parts)
 
     def greedy(self, prompts: list[list[int]], num_tokens: int, chunk: int = 1000) -> list[list[int]]:

@@ -116,7 +116,8 @@ class Ragged:
         program.attention(qkv, spec, out)
         cu_seqlens = i32([0, *torch.tensor(sizes).cumsum(0).tolist()])
         ends = i32([end for _, end in ranges])
-        program.run(StepBatch(flat, flat, torch.cat(slots), cu_seqlens, ends, self.tables, flat[:0]))
+        parts = (flat, flat, torch.cat(slots), cu_seqlens, ends, self.tables, flat[:0])
+        program.run(StepBatch(*(part.tolist() for part in parts)))
         return list(out.view(-1, self.num_heads, self.head_dim).split(sizes))
 
     def rotated(self, x: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
@@ -245,7 +246,7 @@ def test_embedding_and_select_and_norm_pick_the_right_rows(instruction_set: str)
     program.norm(selected, gain, 1e-5, normed, selected=True)
     ids = i32([3, 49, 0, 7, 7, 20])
     rows = i32([4, 1])
-    program.run(StepBatch(ids, ids, ids.long(), i32([0, 6]), i32([6]), i32([[0]]), rows))
+    program.run(StepBatch(ids.tolist(), ids.tolist(), ids.tolist(), [0, 6], [6], [[0]], rows.tolist()))
     torch.testing.assert_close(embedded, 2 * table[ids])
     expected = torch.nn.functional.rms_norm(2 * table[ids[rows]], (64,), gain, 1e-5)
     torch.testing.assert_close(normed.tensors[0][:2], expected, rtol=1e-5, atol=1e-5)

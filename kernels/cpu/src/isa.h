@@ -9,9 +9,35 @@
 
 // Hands out chunk numbers of one operation to whichever thread is free: a core that
 // another program borrows for a moment then delays one chunk, not half the work.
-struct WorkQueue {
-    std::atomic<int32_t> next{0};
-    int32_t take() { return next.fetch_add(1, std::memory_order_relaxed); }
+//
+// The operation is over once all numbers are taken and all threads that came have left. Threads that
+// have not come by then are not waited for, and must not begin: `enter` tells them.
+class WorkQueue {
+  public:
+    void reset(int32_t threads) {
+        num_threads = threads;
+        next_.store(0, std::memory_order_relaxed);
+        presence_.store(0, std::memory_order_relaxed);
+    }
+    // Acquires and releases, so that who finds no number left also knows of all who entered before they took one.
+    int32_t take() { return next_.fetch_add(1, std::memory_order_acq_rel); }
+    bool enter() { return !(presence_.fetch_add(ENTERED, std::memory_order_acq_rel) & CLOSED); }
+    // To be called when no number is left; true for the last to leave.
+    bool leave() {
+        uint64_t now = presence_.load(std::memory_order_relaxed), then;
+        do {
+            then = now + LEFT;
+            if (then / ENTERED == then % ENTERED) then |= CLOSED;
+        } while (!presence_.compare_exchange_weak(now, then, std::memory_order_acq_rel, std::memory_order_relaxed));
+        return then & CLOSED;
+    }
+
+    int32_t num_threads = 1;  // that may take from it
+
+  private:
+    static constexpr uint64_t LEFT = 1, ENTERED = uint64_t(1) << 31, CLOSED = uint64_t(1) << 63;
+    std::atomic<int32_t> next_{0};
+    std::atomic<uint64_t> presence_{0};
 };
 
 // One part of the attention of a step: some query rows of a sequence, one KV head,

@@ -134,10 +134,31 @@ inline void two_tiles(const KvOp& op, const FormatKernels& kernels, int unit, in
     }
 }
 
+// Calls f with every unit of a weight that streams past few rows. Each thread's first ticket is for most of an
+// equal share in one piece, since memory is read fastest in order; what is left of the shares goes in small pieces
+// to whoever is free, its neighbour's pieces included.
+template <class Function>
+inline void stream_units(int units, WorkQueue& queue, Function f) {
+    const int threads = queue.num_threads, share = (units + threads - 1) / threads, large = share - share / 4;
+    const int small = std::max(1, (share - large + 3) / 4), pieces = (share - large + small - 1) / small;
+    for (int ticket = queue.take(); ticket < threads * (1 + pieces); ticket = queue.take()) {
+        const int owner = ticket % threads, piece = ticket / threads, share_end = std::min(units, (owner + 1) * share);
+        const int begin = owner * share + (piece == 0 ? 0 : large + (piece - 1) * small);
+        const int end = std::min(share_end, begin + (piece == 0 ? large : small));
+        for (int unit = begin; unit < end; unit++) f(unit);
+    }
+}
+
 // Rows first_row..end_row of the activation and of the output.
 inline void matmul_rows(const KvOp& op, int first_row, int end_row, WorkQueue& queue) {
     const FormatKernels kernels(*op.weight);
     const int tiles = (op.weight->rows + KV_TILE - 1) / KV_TILE, units = (tiles + 1) / 2;
+    if (end_row - first_row <= ROWS_AT_ONCE && first_row / KV_PANEL == (end_row - 1) / KV_PANEL) {
+        if (first_row < end_row)
+            stream_units(units, queue,
+                         [&](int unit) { two_tiles(op, kernels, unit, first_row, end_row - first_row, true); });
+        return;
+    }
     // A block of tiles stays in the second-level cache while the rows go past it, a panel in the first-level one.
     const int row_block = 32 * KV_PANEL, first_panel_row = first_row - first_row % KV_PANEL;
     const int row_blocks = (end_row - first_panel_row + row_block - 1) / row_block;

@@ -68,7 +68,6 @@ struct AttentionPlan {
 struct Runtime {
     std::mutex mutex;
     ThreadPool pool;
-    Barrier barrier;
     const KernelTable* kernels = usable_tables().front();
     std::deque<AttentionPlan> plans;
     std::vector<WorkQueue> queues;
@@ -233,7 +232,8 @@ class Stopwatch {
     Clock::time_point before_;
 };
 
-// All threads share a step's work; what is one thread's is done by the last that comes from the step before.
+// All threads share a step's work; what is one thread's is done by the last that leaves the step before. A thread
+// whose core another program has borrowed holds up the others only if it was in the middle of a chunk.
 void run_steps(Runtime& rt, const std::vector<Step>& steps, const KvBatch& batch, int64_t* nanoseconds) {
     Stopwatch stopwatch(nanoseconds);
     const auto run_alone = [&](size_t i) {
@@ -246,17 +246,19 @@ void run_steps(Runtime& rt, const std::vector<Step>& steps, const KvBatch& batch
     stopwatch.start();
     const size_t first = run_alone(0);
     if (first == steps.size()) return;
-    rt.barrier.reset(rt.pool.size());
+    std::atomic<size_t> current{first};
     rt.pool.run([&](int) {
-        for (size_t i = first; i < steps.size();) {
-            const size_t current = i;
-            run_step(*rt.kernels, steps[current], batch);
-            rt.barrier.wait([&] {
-                stopwatch.stop(steps[current]);
-                run_alone(current + 1);
-            });
-            while (++i < steps.size() && steps[i].alone) {
+        for (size_t i = first; i < steps.size(); i = current.load(std::memory_order_acquire)) {
+            WorkQueue& queue = *steps[i].queues;
+            if (queue.enter()) {
+                run_step(*rt.kernels, steps[i], batch);
+                if (queue.leave()) {
+                    stopwatch.stop(steps[i]);
+                    current.store(run_alone(i + 1), std::memory_order_release);
+                    continue;
+                }
             }
+            spin_until([&] { return current.load(std::memory_order_acquire) != i; });
         }
     });
 }
@@ -291,7 +293,7 @@ int32_t run(const KvOp* ops, int32_t num_ops, const KvBatch& batch, int64_t* nan
     for (const Step& step : steps) queues += num_queues(*step.op);
     if (rt.queues.size() < queues) rt.queues = std::vector<WorkQueue>(queues);
     WorkQueue* next = rt.queues.data();
-    for (size_t i = 0; i < queues; i++) next[i].next.store(0, std::memory_order_relaxed);
+    for (size_t i = 0; i < queues; i++) next[i].reset(rt.pool.size());
     for (Step& step : steps) {
         step.queues = next;
         next += num_queues(*step.op);

@@ -4,39 +4,12 @@
 #include <immintrin.h>
 #endif
 
-namespace {
-
-inline void pause_briefly() {
+void pause_briefly() {
 #if defined(__x86_64__) || defined(_M_X64)
     _mm_pause();
 #elif defined(__aarch64__)
     asm volatile("yield");
 #endif
-}
-
-// About 50 microseconds: longer than any gap within a step, shorter than a frame, so
-// an idle pool costs nothing and a busy one is not woken by the kernel.
-constexpr int SPINS = 4000;
-
-template <class Condition>
-void spin_until(Condition done) {
-    for (int i = 0; !done(); i++) {
-        if (i < SPINS)
-            pause_briefly();
-        else
-            std::this_thread::yield();
-    }
-}
-
-}  // namespace
-
-void Barrier::reset(int num_threads) {
-    num_threads_ = num_threads;
-    waiting_.store(0, std::memory_order_relaxed);
-}
-
-void Barrier::wait_for_next(uint32_t phase) const {
-    spin_until([&] { return phase_.load(std::memory_order_acquire) != phase; });
 }
 
 void ThreadPool::resize(int num_threads) {

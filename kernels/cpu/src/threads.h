@@ -7,31 +7,23 @@
 #include <thread>
 #include <vector>
 
-// Lets all threads of a run meet; they spin, since the wait is a few microseconds,
-// and give way only when a thread seems to have lost its core.
-class Barrier {
-  public:
-    void reset(int num_threads);
-    // The last thread to come calls work() before all go on.
-    template <class Work>
-    void wait(Work work) {
-        const uint32_t phase = phase_.load(std::memory_order_acquire);
-        if (waiting_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
-            waiting_.store(0, std::memory_order_relaxed);
-            work();
-            phase_.store(phase + 1, std::memory_order_release);
-        } else {
-            wait_for_next(phase);
-        }
+// About 50 microseconds: longer than any gap within a step, shorter than a frame, so
+// an idle pool costs nothing and a busy one is not woken by the kernel.
+constexpr int SPINS = 4000;
+
+void pause_briefly();
+
+// Waits for something that takes a few microseconds: spins, and gives way only when it takes so long that a thread
+// seems to have lost its core.
+template <class Condition>
+void spin_until(Condition done) {
+    for (int i = 0; !done(); i++) {
+        if (i < SPINS)
+            pause_briefly();
+        else
+            std::this_thread::yield();
     }
-
-  private:
-    void wait_for_next(uint32_t phase) const;
-
-    std::atomic<uint32_t> phase_{0};
-    std::atomic<int32_t> waiting_{0};
-    int32_t num_threads_ = 1;
-};
+}
 
 class ThreadPool {
   public:
