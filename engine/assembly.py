@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +75,41 @@ def load(
     if ops.compute_on(device.type):
         ops.set_num_threads(num_compute_threads())
     on_progress("Reading the tokenizer", 0, 0)
-    tokenizer = load_tokenizer(path)
+    with _TokenizerReader(path) as tokenizer:
+        return _load_on(config, path, tokenizer, device, started, on_progress, cancelled)
+
+
+class _TokenizerReader:
+    """Reads a model's tokenizer while its weights are packed, which needs Python for little."""
+
+    def __init__(self, path: Path) -> None:
+        self._pool = ThreadPoolExecutor(1, "kvasir-tokenizer")
+        self._reading = self._pool.submit(load_tokenizer, path)
+
+    def __enter__(self) -> _TokenizerReader:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._pool.shutdown()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._reading.done() and self._reading.exception() is not None
+
+    def result(self) -> Tokenizer:
+        """Waits for it. Raises what `load_tokenizer` does."""
+        return self._reading.result()
+
+
+def _load_on(
+    config: EngineConfig,
+    path: Path,
+    tokenizer: _TokenizerReader,
+    device: torch.device,
+    started: float,
+    on_progress: Callable[[str, int, int], None],
+    cancelled: Callable[[], bool],
+) -> EngineParts:
     if device.type == "cpu":
         return _load(config, path, tokenizer, device, started, on_progress, cancelled)
     torch.cuda.set_device(device)  # kernels are started on it, and others may be there
@@ -94,15 +129,21 @@ def load(
 def _load(
     config: EngineConfig,
     path: Path,
-    tokenizer: Tokenizer,
+    reader: _TokenizerReader,
     device: torch.device,
     started: float,
     on_progress: Callable[[str, int, int], None],
     cancelled: Callable[[], bool],
 ) -> EngineParts:
-    loaded = load_model(path, config, device, on_progress, cancelled)
+    try:
+        loaded = load_model(path, config, device, on_progress, lambda: cancelled() or reader.has_failed)
+    except LoadCancelled:
+        if reader.has_failed:
+            reader.result()
+        raise
     draft = None
     try:
+        tokenizer = reader.result()
         if config.speculation == "draft":
             draft = load_draft(config, tokenizer, loaded.config.max_context, device, on_progress, cancelled)
         on_progress("Making room for the KV cache", 0, 0)
@@ -169,7 +210,12 @@ def assemble(
     for each in runners:
         if isinstance(each, ModelRunner) and config.cuda_graphs:
             drafts = config.most_drafts if each is runner else CAUGHT_UP_WITH
-            each.record_graphs(config.max_num_seqs, drafts, _before_graph(on_progress, cancelled))
+            try:
+                each.record_graphs(config.max_num_seqs, drafts, _before_graph(on_progress, cancelled))
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                raise RuntimeError(f"steps cannot be recorded ({error}): load it without CUDA graphs") from error
     workspace += sum(each.graph_bytes for each in runners)
     template = tokenizer.chat_template
     info = ModelInfo(

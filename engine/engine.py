@@ -16,6 +16,7 @@ from engine import memory
 from engine.answer import Answer, AnswerPart, RequestOutput
 from engine.assembly import EngineParts, load
 from engine.block_pool import BlockPool
+from engine.failures import is_out_of_memory
 from engine.metrics import Metrics, collect_telemetry, request_metrics
 from engine.models import release_memory
 from engine.owners import OwnerSlots
@@ -235,15 +236,18 @@ class Engine:
                 self.metrics.scheduled(entry.request, start)
         try:
             return _QueuedStep(plan, entries, start, planned, self._execute(runner, plan))
-        except torch.OutOfMemoryError as error:
-            traceback.print_exc()
-            if self.scheduler.retreat(plan):
-                release_memory()
-            else:
-                self._fail(plan, NO_MEMORY.format(error=str(error).partition("\n")[0]))
         except Exception as error:
             traceback.print_exc()
-            self._fail(plan, f"The engine failed in this step: {type(error).__name__}: {error}")
+            # Not only torch's own: what it keeps for later, cuBLAS or a kernel that is loaded may lack.
+            is_short = is_out_of_memory(error)
+            message = f"The engine failed in this step: {type(error).__name__}: {error}"
+            if is_short:
+                message = NO_MEMORY.format(error=str(error).partition("\n")[0])
+        # Only here is the error gone, whose traceback held the step's tensors.
+        if is_short and self.scheduler.retreat(plan):
+            release_memory()
+        else:
+            self._fail(plan, message)
         self.metrics.step_done(start, time.monotonic(), entries, len(plan.preempted))
         return None
 
@@ -284,7 +288,6 @@ class Engine:
         self._last_end = end
         self.metrics.step_done(start, end, entries, len(plan.preempted))
 
-    @torch.inference_mode()
     def _execute(self, runner: Runner, plan: StepPlan, token_ids: torch.Tensor | None = None) -> Verification:
         """Queues a step; its result will be that of the entries that sample, in their order.
 
@@ -346,7 +349,8 @@ class Engine:
     def _fail(self, plan: StepPlan, message: str) -> None:
         for entry in plan.scheduled:
             answer = self._answers.get(entry.request.request_id)
-            if answer is not None:
+            # One that was cancelled while the step was queued may have left its id to another.
+            if answer is not None and answer.request is entry.request:
                 self.scheduler.finish(entry.request, "error", error=message)
                 self._conclude(answer)
 
@@ -420,7 +424,9 @@ class Engine:
         if self._draft is not None:
             weights += self._draft.weight_bytes
             kv_cache += self._draft.runner.kv_bytes
-        return memory.WorkerParts(weights, kv_cache, self._workspace_bytes + self._counts.nbytes)
+        # The largest step that was tried out on a GPU had such tables too.
+        counts = self._counts.nbytes if self.info.device == "cpu" else 0
+        return memory.WorkerParts(weights, kv_cache, self._workspace_bytes + counts)
 
     def check_integrity(self) -> None:
         """Asserts that no block is lost and none owned twice; to be called between steps."""

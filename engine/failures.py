@@ -6,6 +6,13 @@ from engine.exit_reason import SMALLER
 
 MAX_MESSAGE_CHARS = 1000
 """A damaged file may have any number of characters where its message quotes a name."""
+_LOST_CONTEXT_PHRASES = (
+    "illegal memory access",
+    "misaligned address",
+    "illegal instruction",
+    "launch failure",
+    "device-side assert",
+)
 _MEMORY_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "_alloc_failed")
 
 
@@ -32,7 +39,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_fatal(message: str) -> bool:
-    """Whether the process can compute nothing any more: after such an error every CUDA call fails."""
+    """Whether the process can compute nothing any more: after such an error every CUDA call fails.
+
+    Who meets it first may be Triton, whose other errors are of one kernel alone.
+    """
+    if "Triton Error [CUDA]" in message:
+        return any(phrase in message for phrase in _LOST_CONTEXT_PHRASES)
     return "CUDA error" in message and "out of memory" not in message
 
 

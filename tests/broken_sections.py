@@ -30,3 +30,9 @@ def leaves(report: Report, code: int) -> None:
 def hangs(report: Report) -> None:
     report.check("first", True)
     time.sleep(600)
+
+
+def captures(report: Report, cuda_graphs: bool = True) -> None:
+    if cuda_graphs:
+        raise RuntimeError("operation not permitted when stream is capturing")
+    report.check("runs without", True)

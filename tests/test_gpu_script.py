@@ -84,6 +84,15 @@ def test_each_kernel_is_compared_with_the_reference():
     assert all(entry.error is not None for report in reports for entry in report.entries if isinstance(entry, Check))
 
 
+def test_the_parts_of_a_section_are_all_of_its_cases():
+    cases = [correctness.Case(f"case {index}", FULL, lambda numbers, exact: [torch.ones(1, 1)]) for index in range(5)]
+    reports = [Report(f"part {part}") for part in (1, 2)]
+    for part, report in enumerate(reports, start=1):
+        correctness.check(report, cases, "cpu", (part, 2))
+    names = [[entry.name for entry in report.entries] for report in reports]
+    assert [*names[0], *names[1]] == [case.title for case in cases] and all(names)
+
+
 def test_a_kernel_that_is_wrong_in_one_row_or_raises_fails_its_check(monkeypatch):
     right = operations.rms_norm
 
@@ -194,13 +203,19 @@ def test_results_are_written_with_what_was_not_run(tmp_path, capsys):
     report.check("norm", False, 0.5, 0.1)
     report.check("rope", False, float("inf"), 0.1)
     results.outcomes.append(Outcome("kernels", "done", 1.0))
-    script.run_stages([[Section("8B", "nowhere:at_all", 10, needs_limits=True)]], results, seconds=60)
+    graphs = Section("graphs", "tests.broken_sections:captures", 60, fallback={"cuda_graphs": False})
+    script.run_stages([[graphs], [Section("8B", "nowhere:at_all", 10, needs_limits=True)]], results, seconds=60)
     written = json.loads(path.read_text())
     assert written["machine"] == {"device": "H200"}
     assert written["figures"][0]["unit"] == "tok/s" and written["figures"][0]["passed"] is False
     assert written["checks"][0]["tolerance"] == 0.1
     assert written["checks"][1]["error"] is None and written["checks"][1]["message"] == "the error is inf"
-    assert [section["status"] for section in written["sections"]] == ["done", "skipped"]
+    assert [(section["name"], section["status"]) for section in written["sections"]] == [
+        ("kernels", "done"),
+        ("graphs", "failed"),
+        ("graphs with cuda_graphs=False", "done"),
+        ("8B", "skipped"),
+    ]
     assert results.summarise() == 1
     assert "the machine's limits are not known" in capsys.readouterr().out
 
@@ -209,7 +224,7 @@ def test_sections_are_chosen_by_how_their_names_begin():
     chosen = script.chosen_stages(["correctness w", "0.6B"])
     assert [[section.name for section in stage] for stage in chosen] == [
         ["limits"],
-        ["correctness wide_attention"],
+        ["correctness wide_attention 1/2", "correctness wide_attention 2/2"],
         ["0.6B"],
     ]
     assert script.chosen_stages(None) == list(script.STAGES)
@@ -221,3 +236,6 @@ def test_without_cuda_it_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert script.main(["--json", str(tmp_path / "none.json")]) == 2
     assert "sees no CUDA device" in capsys.readouterr().err
+    monkeypatch.setattr(script, "_MODULES", ("json", "no_such_module"))
+    assert script.main([]) == 2
+    assert "lacks no_such_module." in capsys.readouterr().err

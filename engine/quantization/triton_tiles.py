@@ -12,8 +12,6 @@ from kernels.ggml_codes import CODED_FORMATS, ggml_codes
 if TYPE_CHECKING:
     from kernels.triton.matmul import TiledWeight
 
-_SMALLEST_GROUP = 16
-
 
 class TritonWeight:
     """`tiled` computes in the dtype it was tiled for; `permutation` gathers the columns of the input first."""
@@ -53,11 +51,10 @@ class TritonWeight:
 
 
 def triton_affine(matrix: AffineMatrix, dtype: torch.dtype) -> TritonWeight | None:
-    """Tiles integer codes; None where their groups are no multiple of 16 or the last one is short."""
-    from kernels.triton.matmul import tile_weight
+    """Tiles integer codes; None where their groups cannot be tiled, as where the last one is short."""
+    from kernels.triton.matmul import tile_columns, tile_weight
 
-    columns = matrix.shape[1]
-    if matrix.group_size % _SMALLEST_GROUP or columns % matrix.group_size:
+    if tile_columns(matrix.shape[1], matrix.group_size, matrix.bits) is None:
         return None
     zeros, scales = matrix.zeros.float(), matrix.scales.float()
     zero = round(float(zeros.flatten()[0])) if zeros.numel() else 0

@@ -113,7 +113,11 @@ class StaticSteps:
 
 
 class CudaCapture:
-    """Makes CUDA graphs that share one pool of memory: only one of them may run at a time."""
+    """Makes CUDA graphs that share one pool of memory: only one of them may run at a time.
+
+    They share the workspace that cuBLAS has for their stream, too, and torch may drop it with the first graph that
+    goes (https://github.com/pytorch/pytorch/issues/193402): all go together, and each capture has its own stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

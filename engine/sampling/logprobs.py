@@ -44,6 +44,8 @@ class LogprobReport:
             num_top = min(max(self._num_top.values()), self._logprobs.shape[-1])
             values, ids = torch.topk(self._logprobs, num_top, dim=-1)
             self._copies = Download(chosen, values, ids)
+            # As large as the logits: the step after this one, which may be queued already, needs the room.
+            del self._logprobs
 
     def result(self) -> list[RawLogprobs | None]:
         """A report for each row, None where none was asked for."""

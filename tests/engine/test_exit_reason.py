@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 
 from engine.exit_reason import explain_exit, explain_spawn_failure
+from engine.failures import is_fatal
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\n'
 
@@ -53,3 +54,20 @@ def test_every_end_has_words_of_its_own() -> None:
     texts.add(explain_spawn_failure(PermissionError(errno.EACCES, "no"), "python").text)
     texts.add(explain_spawn_failure(OSError(errno.ENOMEM, "no"), "python").text)
     assert len(texts) == 15
+
+
+def test_a_lost_gpu_ends_the_process_whoever_meets_it_first() -> None:
+    failed = "The engine failed in this step: "
+    for lost in (
+        "AcceleratorError: CUDA error: an illegal memory access was encountered",
+        "RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered",
+        "RuntimeError: Triton Error [CUDA]: unspecified launch failure",
+    ):
+        assert is_fatal(failed + lost)
+    for passing in (
+        "AcceleratorError: CUDA error: out of memory",
+        "RuntimeError: Triton Error [CUDA]: out of memory",
+        "RuntimeError: Triton Error [CUDA]: invalid argument",
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    ):
+        assert not is_fatal(failed + passing)

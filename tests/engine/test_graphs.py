@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from engine.graph_sizes import batch_sizes, length_bounds, most_tokens, num_graphs
 from engine.kv_cache import KVCache
 from engine.models import LoadedModel
+from engine.quantization.triton_tiles import TritonWeight
 from engine.request import Request
 from engine.runner import ModelRunner
 from engine.runner.graphs import StaticSteps, step_shapes
@@ -279,3 +280,13 @@ def test_experts_that_wait_for_their_counts_are_not_captured(tmp_path, kernels):
     assert not decoder_of(loaded).is_capturable
     with pytest.raises(NotImplementedError, match="bincount"):
         compute_on_meta(loaded)
+
+
+def test_an_embedding_that_is_unpacked_by_numbers_of_the_host_is_not_captured(tmp_path, kernels):
+    pytest.importorskip("triton", reason="triton is made for Linux only")
+    kernels("triton")
+    save_family("llama", tmp_path)
+    decoder = decoder_of(load(tmp_path, "triton", quantization="int4"))
+    assert decoder.is_capturable and isinstance(decoder.embedding, TritonWeight)
+    decoder.embedding = TritonWeight(dataclasses.replace(decoder.embedding.tiled, bits=4, is_float=True))
+    assert not decoder.is_capturable

@@ -114,29 +114,37 @@ def test_requests_of_all_kinds_come_and_go(models):
         assert in_vain > 3, "nobody ended while a step was queued"
 
 
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it")
+NO_WORKSPACE = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
 class ShortOfMemory:
     """The real runner, with a device that has room for so many tokens a step."""
 
-    def __init__(self, runner: Any, max_tokens: int) -> None:
-        self.runner, self.max_tokens, self.failures = runner, max_tokens, 0
+    def __init__(self, runner: Any, max_tokens: int, error: Exception = OUT_OF_MEMORY) -> None:
+        self.runner, self.max_tokens, self.error, self.failures = runner, max_tokens, error, 0
 
     def execute(self, plan: StepPlan, all_logits: bool = False, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         if sum(entry.num_new_tokens for entry in plan.scheduled) > self.max_tokens:
             self.failures += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it")
+            raise self.error
         return self.runner.execute(plan, all_logits, token_ids)
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
-@pytest.mark.parametrize(("max_tokens", "chosen"), [(9, slice(None)), (3, slice(4, 8))], ids=["budget", "preemption"])
-def test_a_step_without_memory_is_made_smaller_until_it_fits(models, max_tokens, chosen, looks_ahead):
+@pytest.mark.parametrize(
+    ("max_tokens", "chosen", "error"),
+    [(9, slice(None), OUT_OF_MEMORY), (3, slice(4, 8), NO_WORKSPACE)],
+    ids=["budget", "preemption"],
+)
+def test_a_step_without_memory_is_made_smaller_until_it_fits(models, max_tokens, chosen, error, looks_ahead):
     prompts, params = PROMPTS[chosen], PARAMS[chosen]
     with models.llm() as llm:
         plain = llm.generate(prompts, params)
     with models.llm() as llm:
         if looks_ahead:
             ahead(llm)
-        llm.engine._runner = short = ShortOfMemory(llm.engine._runner, max_tokens)
+        llm.engine._runner = short = ShortOfMemory(llm.engine._runner, max_tokens, error)
         completions = llm.generate(prompts, params)
         assert short.failures > 0 and (llm.stats()["preemptions"] > 0) == (max_tokens < len(prompts))
         assert llm.stats()["kv_blocks_used"] == 0
@@ -171,3 +179,32 @@ def test_an_error_in_a_step_that_was_queued_ahead_fails_nobody_whose_next_step_w
         engine._runner.execute = hiccup  # type: ignore[method-assign]
         assert llm.generate(PROMPTS[0], PARAMS[0])[0].token_ids == plain.token_ids
         assert len(plans) > 10
+
+
+def test_a_queued_step_that_fails_spares_a_new_request_with_the_id_of_a_cancelled_one(models):
+    with models.llm() as llm:
+        plain = llm.generate(PROMPTS[1], PARAMS[0])[0]
+    with models.llm() as llm:
+        engine, _ = ahead(llm)
+        for name in ("again", "stays"):
+            engine.add_request(name, PROMPTS[0], PARAMS[0])
+        for _ in range(4):
+            engine.step()
+        queued = engine._ahead
+        assert queued is not None and len(queued.plan.scheduled) == 2
+
+        def lost() -> list[Any]:
+            raise RuntimeError("the device was lost")
+
+        queued.sampled.result = lost  # type: ignore[method-assign]
+        engine.cancel("again")
+        engine.add_request("again", PROMPTS[1], PARAMS[0])
+        ends, token_ids = {}, []
+        while engine.has_work:
+            for output in engine.step():
+                ends.setdefault(output.request_id, []).append(output.finish_reason)
+                token_ids += output.token_ids if "cancelled" in ends.get("again", ()) else []
+            engine.check_integrity()
+        assert ends["stays"][-1] == "error"
+        assert [reason for reason in ends["again"] if reason is not None] == ["cancelled", "length"]
+        assert token_ids == plain.token_ids

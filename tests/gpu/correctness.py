@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,15 +51,20 @@ class Case:
         return f"{self.name} {_NAMES[self.dtype]}"
 
 
-def check(report: Report, cases: Sequence[Case], device: str) -> None:
+Part = tuple[int, int]
+"""Which of how many parts of the cases: compiling takes longest, so that processes share them out."""
+WHOLE: Part = (1, 1)
+
+
+def check(report: Report, cases: Sequence[Case], device: str, part: Part = WHOLE) -> None:
     """Runs all cases; one that raises fails alone. A lost CUDA context fails those after it, and says so."""
-    for case in cases:
+    number, count = part
+    for case in cases[len(cases) * (number - 1) // count : len(cases) * number // count]:
         allowed = TOLERANCES[case.dtype] if case.tolerance is None else case.tolerance
         try:
             error = largest_error(case, torch.device(device))
         except Exception as failure:
-            traceback.print_exc()
-            report.check(case.title, False, message=f"{type(failure).__name__}: {str(failure)[:200]}")
+            report.failed(case.title, failure)
         else:
             report.check(case.title, error <= allowed, error, allowed)
 
@@ -107,6 +111,7 @@ def attention(
     dtypes: Sequence[torch.dtype] = DTYPES,
     lengths: Sequence[Lengths] = LENGTHS,
     heads: Heads = LLAMA,
+    part: Part = WHOLE,
 ) -> None:
     """The heads of common models in every dtype."""
     chosen = [
@@ -115,7 +120,7 @@ def attention(
         for dtype in dtypes
         if dtype != torch.float32 or max(each.query) <= MOST_FLOAT32_ROWS
     ]
-    check(report, chosen, device)
+    check(report, chosen, device, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,7 @@ def attention_options(
     dtype: torch.dtype = torch.bfloat16,
     lengths: Sequence[Lengths] = LENGTHS,
     heads: OptionHeads = OptionHeads(),
+    part: Part = WHOLE,
 ) -> None:
     """All that changes the scores or the cache."""
     cases: list[Case] = []
@@ -142,7 +148,7 @@ def attention_options(
             _attention(heads.windowed, each, dtype, window=100, sinks=True),
             _attention(heads.capped, each, dtype, window=40, soft_cap=5.0),
         ]
-    check(report, cases, device)
+    check(report, cases, device, part)
 
 
 def wide_attention(
@@ -158,9 +164,10 @@ def wide_attention(
         Heads(16, 8, 128),
         Heads(4, 4, 192),
     ),
+    part: Part = WHOLE,
 ) -> None:
     """Head sizes and groups that are no powers of two."""
-    check(report, [_attention(each, lens, dtype) for each in heads for lens in lengths], device)
+    check(report, [_attention(each, lens, dtype) for each in heads for lens in lengths], device, part)
 
 
 def _attention(
@@ -212,6 +219,7 @@ def products(
     device: str = "cuda",
     dtypes: Sequence[torch.dtype] = DTYPES,
     shapes: Sequence[Product] = PRODUCTS,
+    part: Part = WHOLE,
 ) -> None:
     """Tiles of integer weights against the numbers those tiles stand for."""
     cases = []
@@ -219,7 +227,7 @@ def products(
         for dtype in dtypes[: 1 if index else None]:
             most = MOST_FLOAT32_ROWS if dtype == torch.float32 else max(shape.tokens)
             cases += [_product(shape, tokens, dtype) for tokens in shape.tokens if tokens <= most]
-    check(report, cases, device)
+    check(report, cases, device, part)
 
 
 def _product(shape: Product, tokens: int, dtype: torch.dtype) -> Case:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -68,16 +67,18 @@ def measure(
     clock = Clock(numbers.device, repeats)
     with torch.inference_mode(), using("triton"):
         for works in (attention, rows, products, sampling):
-            for work in works(numbers, shapes):
-                _measure(report, limits, clock, work)
+            try:
+                for work in works(numbers, shapes):
+                    _measure(report, limits, clock, work)
+            except Exception as error:  # the others can do without
+                report.failed(f"inputs of {works.__name__}", error)
 
 
 def _measure(report: Report, limits: Limits, clock: Clock, work: Work) -> None:
     try:
         seconds = clock.seconds(work.run)
     except Exception as error:
-        traceback.print_exc()
-        report.check(f"{work.name} runs", False, message=f"{type(error).__name__}: {str(error)[:200]}")
+        report.failed(f"{work.name} runs", error)
         return
     if work.operations:
         share, note = limits.share_of_matmul(work.operations, seconds), "of the matmul rate"

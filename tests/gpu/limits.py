@@ -58,10 +58,10 @@ def _version(package: str) -> str:
 
 
 def _driver_and_clocks(device: torch.device) -> dict[str, Any]:
-    import pynvml
-
     facts: dict[str, Any] = {}
     try:
+        import pynvml
+
         pynvml.nvmlInit()
         facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
         gpu = pynvml.nvmlDeviceGetHandleByUUID(gpu_id(device))
@@ -71,8 +71,8 @@ def _driver_and_clocks(device: torch.device) -> dict[str, Any]:
             "memory_clock_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM),
             "power_limit_w": pynvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1000,
         }
-    except pynvml.NVMLError as error:  # some clouds hide clocks and power
-        return facts | {"clocks": f"not to be had: {error}"}
+    except Exception as error:  # some clouds hide clocks and power; nothing else depends on them
+        return facts | {"clocks": f"not to be had: {type(error).__name__}: {error}"}
 
 
 def measure(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -98,6 +99,11 @@ class Report:
         if error is not None and not math.isfinite(error):
             error, message = None, f"the error is {error} {message}".rstrip()
         self._add(Check(self.section, name, passed, error, tolerance, message))
+
+    def failed(self, name: str, error: Exception) -> None:
+        """A check that could not be made. The whole error is printed; to be called while it is handled."""
+        traceback.print_exc()
+        self.check(name, False, message=f"{type(error).__name__}: {str(error)[:200]}")
 
     def machine(self, facts: dict[str, Any]) -> None:
         """What everything was measured on."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
@@ -18,7 +19,8 @@ Status = Literal["done", "failed", "stopped", "skipped"]
 class Section:
     """`target` is "module:function", called with a `Report`, then with the `Limits` where it `needs_limits`.
 
-    `seconds` is the most it may take, its process' start included.
+    `seconds` is the most it may take, its process' start included. Where it fails, it is run once more with the
+    options of `fallback`, if there are any.
     """
 
     name: str
@@ -26,6 +28,11 @@ class Section:
     seconds: float
     needs_limits: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    fallback: dict[str, Any] = field(default_factory=dict)
+
+    def again(self) -> Section:
+        name = f"{self.name} with {', '.join(f'{key}={value}' for key, value in self.fallback.items())}"
+        return replace(self, name=name, options=self.options | self.fallback, fallback={})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +130,9 @@ def _run(section: Section, limits: dict[str, float], sender: Connection) -> None
             from tests.gpu.limits import Limits
 
             arguments.append(Limits(**limits))
-        getattr(importlib.import_module(module), function)(*arguments, **section.options)
+        target = getattr(importlib.import_module(module), function)
+        gc.freeze()  # each engine that is closed collects garbage: what was imported need not be looked through
+        target(*arguments, **section.options)
     except Exception as error:
         traceback.print_exc()
         sender.send({"kind": "failed", "message": f"{type(error).__name__}: {error}"})
