@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -62,7 +62,10 @@ def compile_case(name: str, target: str) -> list[Report]:
     gpu = GPUTarget("hip", target, 64) if is_amd else GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
     reports = []
     for launch in record(case, capability, runs_ptx=not is_amd):
-        signature, constants, attributes = _signature(launch.kernel.arg_names, launch.args, launch.constants)
+        unspecialised = {param.name for param in launch.kernel.params if param.do_not_specialize}
+        signature, constants, attributes = _signature(
+            launch.kernel.arg_names, launch.args, launch.constants, unspecialised
+        )
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
         if launch.max_registers is not None:
             options["maxnreg"] = launch.max_registers
@@ -100,7 +103,7 @@ def _capability(target: str) -> tuple[int, int]:
 
 
 def _signature(
-    names: Sequence[str], args: Sequence[object], constants: dict[str, object]
+    names: Sequence[str], args: Sequence[object], constants: dict[str, object], unspecialised: Set[str]
 ) -> tuple[dict[str, str], dict[str, object], dict[tuple[int], list[list[object]]]]:
     """Types, constants and alignments as Triton derives them from a call: the same kernel a GPU would get."""
     import torch
@@ -121,7 +124,8 @@ def _signature(
     attributes: dict[tuple[int], list[list[object]]] = {}
     for index, name in enumerate(names):
         value = args[index] if index < len(args) else constants[name]
-        if index >= len(args) or value is None or (isinstance(value, int) and value == 1):
+        is_specialised = name not in unspecialised
+        if index >= len(args) or value is None or (is_specialised and isinstance(value, int) and value == 1):
             signature[name] = "constexpr"
             values[name] = value
             continue
@@ -134,7 +138,7 @@ def _signature(
         else:
             assert isinstance(value, int), f"{name} is {value!r}"
             signature[name] = "i32"
-            is_aligned = value % 16 == 0
+            is_aligned = is_specialised and value % 16 == 0
         if is_aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     return signature, values, attributes

@@ -133,7 +133,8 @@ def _attend_tile(
     return new_highest, total, accumulator
 
 
-@triton.jit
+# Numbers of a batch are not specialised: a kernel would be compiled anew in the midst of answers.
+@triton.jit(do_not_specialize=["num_seqs", "num_splits", "most_queries", "blocks_each"])
 def attention_kernel(
     out,
     partial_out,
@@ -268,7 +269,7 @@ def attention_kernel(
         tl.store(out + at, attended.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "most_queries"])
 def combine_kernel(
     out,
     partial_out,
@@ -351,6 +352,7 @@ def paged_attention(
 ) -> torch.Tensor:
     num_tokens, num_heads, head_dim = q.shape
     assert q.stride(1) == head_dim and q.stride(2) == 1, "the heads of a token lie one after another"
+    assert kv_cache.data.is_contiguous()
     group = num_heads // kv_cache.num_kv_heads
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     for share in _shares(metadata):

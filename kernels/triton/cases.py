@@ -57,15 +57,24 @@ def _attention(
     return Case(run, is_decode=query_len <= 16, tensor_core_kernels=("attention_kernel",))
 
 
-def _matmul(bits: int, group: int, num_rows: int, dtype: torch.dtype, minimums: bool) -> Case:
+def _matmul(
+    bits: int,
+    group: int,
+    num_rows: int,
+    dtype: torch.dtype,
+    minimums: bool,
+    zero: int = 0,
+    is_float: bool = False,
+    rows: int = 4096,
+) -> Case:
     def run() -> object:
-        columns, rows = 4096, 4096
+        columns = 4096
         codes = torch.empty(rows, columns, dtype=torch.uint8, device="meta")
         scales = torch.empty(rows, columns // group, device="meta")
-        weight = matmul.tile_weight(codes, scales, scales if minimums else None, bits, dtype)
+        weight = matmul.tile_weight(codes, scales, scales if minimums else None, bits, dtype, zero, is_float)
         return matmul.tiled_linear(torch.empty(num_rows, columns, dtype=dtype, device="meta"), weight)
 
-    return Case(run, is_decode=num_rows <= 16, tensor_core_kernels=("tiled_matmul_kernel",))
+    return Case(run, is_decode=num_rows <= 16 and rows > 1, tensor_core_kernels=("tiled_matmul_kernel",))
 
 
 def _experts(bits: int, num_tokens: int, dtype: torch.dtype) -> Case:
@@ -191,7 +200,18 @@ def _cases() -> dict[str, Case]:
             for group in (32, 64, 128):
                 cases[f"int4 g{group} {num_rows} rows {dtype_name}"] = _matmul(4, group, num_rows, dtype, minimums=True)
             cases[f"int8 g16 {num_rows} rows {dtype_name}"] = _matmul(8, 16, num_rows, dtype, minimums=True)
+            cases[f"mxfp4 {num_rows} rows {dtype_name}"] = _matmul(
+                4, 32, num_rows, dtype, minimums=False, is_float=True
+            )
+            cases[f"symmetric int4 {num_rows} rows {dtype_name}"] = _matmul(
+                4, 32, num_rows, dtype, minimums=False, zero=8
+            )
+            for zero in (32, 128):
+                cases[f"int8 less {zero} {num_rows} rows {dtype_name}"] = _matmul(
+                    8, 16, num_rows, dtype, minimums=False, zero=zero
+                )
             cases[f"int8 channel {num_rows} rows {dtype_name}"] = _matmul(8, 4096, num_rows, dtype, minimums=True)
+        cases[f"int4 of one output {dtype_name}"] = _matmul(4, 32, 1, dtype, minimums=True, rows=1)
         for num_tokens in (1, 256, 2048):
             for bits in (4, 8, 16):
                 cases[f"experts {bits} bits {num_tokens} tokens {dtype_name}"] = _experts(bits, num_tokens, dtype)

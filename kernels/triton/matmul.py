@@ -60,6 +60,18 @@ class TiledWeight:
         return self.codes.nbytes + self.scales.nbytes + (0 if self.minimums is None else self.minimums.nbytes)
 
 
+def tile_columns(in_features: int, group: int, bits: int) -> int | None:
+    """Inputs of a tile: some whole groups, or a part of one; None where there is no such tile.
+
+    Tensor cores take 16 inputs at once, and the halves of a tile of 4 bits are multiplied one after the other.
+    """
+    if group % 16 or in_features % group:
+        return None
+    sizes = (128, 64, 32, 16) if bits == 8 else (128, 64, 32)
+    fitting = (size for size in sizes if in_features % size == 0 and (group % size == 0 or size % group == 0))
+    return next(fitting, None)
+
+
 def tile_weight(
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -71,18 +83,15 @@ def tile_weight(
 ) -> TiledWeight:
     """Lays out codes uint8 [out, in] (one a byte) with scales and minimums [out, groups]; once, at load.
 
-    Raises ValueError where groups or columns are no multiple of 16.
+    Raises ValueError where `tile_columns` finds no tile.
     """
     out_features, in_features = codes.shape
     group = in_features // scales.shape[1]
-    if group % 16 or in_features % scales.shape[1]:
-        raise ValueError(f"groups of {group} weights in {in_features} columns cannot be tiled: not a multiple of 16")
-    # A tile is some whole groups, or a part of one.
-    tile_k = next(
-        size for size in (128, 64, 32, 16) if in_features % size == 0 and (group % size == 0 or size % group == 0)
-    )
+    tile_k = None if in_features % scales.shape[1] else tile_columns(in_features, group, bits)
+    if tile_k is None:
+        raise ValueError(f"groups of {group} {bits}-bit weights in {in_features} columns cannot be tiled")
     if bits == 8 and zero == 0 and not codes.is_meta and int(codes.max()) > _MIDDLE and minimums is not None:
-        # Codes up to 255 have more bits than bfloat16: their distances from the middle have not.
+        # Minimums of centred codes are small: in half precision little of them is lost.
         zero, minimums = _MIDDLE, minimums + _MIDDLE * scales
     tiles = codes.view(out_features, in_features // tile_k, tile_k).transpose(0, 1)
     if bits == 4:
@@ -119,7 +128,7 @@ def untile(weight: TiledWeight, rows: torch.Tensor | None = None) -> torch.Tenso
     return numbers.flatten(1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def tiled_matmul_kernel(
     out,
     x,
@@ -237,7 +246,7 @@ def tiled_linear(x: torch.Tensor, weight: TiledWeight, bias: torch.Tensor | None
         tiles_each,
         x.stride(0),
         weight.out_features,
-        num_rows * weight.out_features,
+        num_rows * weight.out_features if num_splits > 1 else 0,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         SCALE_WEIGHTS=tiles.scale_weights,

@@ -137,6 +137,7 @@ def grouped_linear(
     (`stack_tiled`); bias [num_experts, out_features].
     """
     num_experts = rows.first_rows.shape[0] - 1
+    assert x.stride(1) == 1
     if isinstance(weight, TiledWeight):
         out_features, in_features, bits = weight.out_features, weight.in_features, weight.bits
         data, scales, minimums = weight.codes, weight.scales, weight.minimums

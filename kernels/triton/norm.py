@@ -34,7 +34,7 @@ def rms_norm_kernel(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
     num_columns = x.shape[-1]
     rows = x.reshape(-1, num_columns)
-    assert residual is None or residual.is_contiguous()
+    assert rows.stride(1) == 1 and (residual is None or residual.is_contiguous())
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     block = padded(num_columns)
     launch(

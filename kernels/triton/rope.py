@@ -80,6 +80,7 @@ def rope_and_write_kv(
     num_kv_heads = kv_cache.num_kv_heads
     num_heads = num_fused_heads - 2 * num_kv_heads
     assert qkv.stride(1) == head_dim and qkv.stride(2) == 1
+    assert cos.is_contiguous() and sin.is_contiguous() and kv_cache.data.is_contiguous()
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     launch(
         rope_and_write_kv_kernel,

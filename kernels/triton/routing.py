@@ -99,7 +99,7 @@ def choose_experts(logits: torch.Tensor, num_chosen: int, normalize: bool) -> tu
     return chosen, shares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def sort_kernel(
     order,
     places,

@@ -2,8 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+
+def _low_and_high_halves(above: str, one: str) -> Any:
+    """PTX that puts the halves of 4 bytes below a byte each: registers of 2 numbers, 2 for each of 3 results."""
+    return tl.constexpr(
+        f"""{{ .reg .b32 low, high;
+        and.b32 low, $6, 0x0f0f0f0f;
+        shr.b32 high, $6, 4;
+        and.b32 high, high, 0x0f0f0f0f;
+        prmt.b32 $0, low, {above}, 0x4140;
+        prmt.b32 $1, low, {above}, 0x4342;
+        prmt.b32 $2, high, {above}, 0x4140;
+        prmt.b32 $3, high, {above}, 0x4342;
+        mov.b32 $4, {one};
+        mov.b32 $5, {one}; }}"""
+    )
+
+
+# 0x64 begins 1024 in fp16, 0x43 begins 128 in bf16; what is below counts ones in either.
+NIBBLES_TO_FP16: Any = _low_and_high_halves("0x64646464", "0x3c003c00")
+NIBBLES_TO_BF16: Any = _low_and_high_halves("0x43434343", "0x3f803f80")
+BYTES_TO_FP16: Any = tl.constexpr(
+    """prmt.b32 $0, $4, 0x64646464, 0x4140;
+    prmt.b32 $1, $4, 0x64646464, 0x4342;
+    mov.b32 $2, 0x3c003c00;
+    mov.b32 $3, 0x3c003c00;"""
+)
+# Seven bits below 128; the eighth, its sign turned, makes what is taken off 128 or 256.
+BYTES_TO_BF16: Any = tl.constexpr(
+    """{ .reg .b32 low, high;
+    and.b32 low, $6, 0x7f7f7f7f;
+    not.b32 high, $6;
+    and.b32 high, high, 0x80808080;
+    prmt.b32 $0, low, 0x43434343, 0x4140;
+    prmt.b32 $1, low, 0x43434343, 0x4342;
+    prmt.b32 $2, high, 0x43434343, 0x4140;
+    prmt.b32 $3, high, 0x43434343, 0x4342;
+    mov.b32 $4, 0x3f803f80;
+    mov.b32 $5, 0x3f803f80; }"""
+)
 
 
 @triton.jit
@@ -19,16 +61,7 @@ def _nibbles(packed, like, ZERO: tl.constexpr, IS_FLOAT: tl.constexpr, USE_PTX: 
         ones = tl.full(packed.shape, 1.0, like.dtype)
     elif USE_PTX and like.dtype == tl.float16:
         low, high, ones = tl.inline_asm_elementwise(
-            """{ .reg .b32 low, high;
-            and.b32 low, $6, 0x0f0f0f0f;
-            shr.b32 high, $6, 4;
-            and.b32 high, high, 0x0f0f0f0f;
-            prmt.b32 $0, low, 0x64646464, 0x4140;
-            prmt.b32 $1, low, 0x64646464, 0x4342;
-            prmt.b32 $2, high, 0x64646464, 0x4140;
-            prmt.b32 $3, high, 0x64646464, 0x4342;
-            mov.b32 $4, 0x3c003c00;
-            mov.b32 $5, 0x3c003c00; }""",
+            NIBBLES_TO_FP16,
             "=&r,=&r,=&r,=&r,=&r,=&r,r",
             [packed],
             dtype=(tl.float16, tl.float16, tl.float16),
@@ -39,16 +72,7 @@ def _nibbles(packed, like, ZERO: tl.constexpr, IS_FLOAT: tl.constexpr, USE_PTX: 
         high -= 1024.0 + ZERO
     elif USE_PTX:
         low, high, ones = tl.inline_asm_elementwise(
-            """{ .reg .b32 low, high;
-            and.b32 low, $6, 0x0f0f0f0f;
-            shr.b32 high, $6, 4;
-            and.b32 high, high, 0x0f0f0f0f;
-            prmt.b32 $0, low, 0x43434343, 0x4140;
-            prmt.b32 $1, low, 0x43434343, 0x4342;
-            prmt.b32 $2, high, 0x43434343, 0x4140;
-            prmt.b32 $3, high, 0x43434343, 0x4342;
-            mov.b32 $4, 0x3f803f80;
-            mov.b32 $5, 0x3f803f80; }""",
+            NIBBLES_TO_BF16,
             "=&r,=&r,=&r,=&r,=&r,=&r,r",
             [packed],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -69,10 +93,7 @@ def _bytes(codes, like, ZERO: tl.constexpr, USE_PTX: tl.constexpr):
     """The same for codes of a byte each."""
     if USE_PTX and like.dtype == tl.float16:
         numbers, ones = tl.inline_asm_elementwise(
-            """prmt.b32 $0, $4, 0x64646464, 0x4140;
-            prmt.b32 $1, $4, 0x64646464, 0x4342;
-            mov.b32 $2, 0x3c003c00;
-            mov.b32 $3, 0x3c003c00;""",
+            BYTES_TO_FP16,
             "=&r,=&r,=&r,=&r,r",
             [codes],
             dtype=(tl.float16, tl.float16),
@@ -80,19 +101,9 @@ def _bytes(codes, like, ZERO: tl.constexpr, USE_PTX: tl.constexpr):
             pack=4,
         )
         numbers -= 1024.0 + ZERO
-    elif USE_PTX and ZERO >= 128:
-        # Seven bits below 128; the eighth, its sign turned, makes what is taken off 128 or 256.
+    elif USE_PTX:
         numbers, offsets, ones = tl.inline_asm_elementwise(
-            """{ .reg .b32 low, high;
-            and.b32 low, $6, 0x7f7f7f7f;
-            not.b32 high, $6;
-            and.b32 high, high, 0x80808080;
-            prmt.b32 $0, low, 0x43434343, 0x4140;
-            prmt.b32 $1, low, 0x43434343, 0x4342;
-            prmt.b32 $2, high, 0x43434343, 0x4140;
-            prmt.b32 $3, high, 0x43434343, 0x4342;
-            mov.b32 $4, 0x3f803f80;
-            mov.b32 $5, 0x3f803f80; }""",
+            BYTES_TO_BF16,
             "=&r,=&r,=&r,=&r,=&r,=&r,r",
             [codes],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -100,21 +111,8 @@ def _bytes(codes, like, ZERO: tl.constexpr, USE_PTX: tl.constexpr):
             pack=4,
         )
         numbers -= offsets
-        if ZERO > 128:
+        if ZERO != 128:
             numbers -= ZERO - 128.0
-    elif USE_PTX:
-        numbers, ones = tl.inline_asm_elementwise(
-            """prmt.b32 $0, $4, 0x43434343, 0x4140;
-            prmt.b32 $1, $4, 0x43434343, 0x4342;
-            mov.b32 $2, 0x3f803f80;
-            mov.b32 $3, 0x3f803f80;""",
-            "=&r,=&r,=&r,=&r,r",
-            [codes],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-        numbers -= 128.0 + ZERO
     else:
         numbers = (codes.to(tl.int16) - ZERO).to(like.dtype)
         ones = tl.full(codes.shape, 1.0, like.dtype)
@@ -199,7 +197,8 @@ def multiply_tiles(
     PART: tl.constexpr = min(GROUP, BYTES)
     GROUPS: tl.constexpr = (TILE_K + GROUP - 1) // GROUP
     inner = tl.arange(0, PART)
-    tile_bytes = out_features.to(tl.int64) * BYTES
+    # A size of 1 comes as a plain number.
+    tile_bytes = tl.cast(out_features, tl.int64) * BYTES
     x_at = x_rows[:, None] + first_tile * TILE_K + inner[None, :]
     codes_at = codes + first_tile * tile_bytes + columns.to(tl.int64)[None, :] * BYTES + inner[:, None]
     scales_at = scales + columns

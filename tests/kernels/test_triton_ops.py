@@ -163,10 +163,24 @@ def test_four_bit_floats_are_exact(dtype):
         assert torch.equal(matmul.tiled_linear(x, tiled), numbers.T[40 : 40 + num_rows].to(dtype))
 
 
-def test_groups_that_cannot_be_tiled_are_refused():
-    codes = torch.zeros(4, 40, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="groups of 20"):
-        matmul.tile_weight(codes, torch.ones(4, 2), None, 4, torch.float16)
+@pytest.mark.parametrize(("columns", "groups", "bits"), [(40, 2, 4), (40, 2, 8), (48, 3, 4), (96, 2, 4), (32, 3, 8)])
+def test_groups_that_cannot_be_tiled_are_refused(columns, groups, bits):
+    """Tensor cores take 16 inputs at once: a tile of 16 has too few where it is halved."""
+    codes = torch.zeros(4, columns, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"groups of {columns // groups} {bits}-bit weights in {columns} columns"):
+        matmul.tile_weight(codes, torch.ones(4, groups), None, bits, torch.float16)
+    if columns % groups == 0:
+        assert matmul.tile_columns(columns, columns // groups, bits) is None
+
+
+def test_every_product_of_a_tile_has_the_inputs_that_tensor_cores_take():
+    for columns in range(16, 1025, 16):
+        for group in range(16, columns + 1, 16):
+            for bits in (4, 8):
+                tile = matmul.tile_columns(columns, group, bits)
+                if tile is not None:
+                    assert min(group, tile * bits // 8) % 16 == 0 and columns % tile == 0
+                    assert group % tile == 0 or tile % group == 0
 
 
 @pytest.mark.parametrize("num_tokens", [1, 43])
