@@ -10,7 +10,7 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 SETUP := $(VENV)/.setup-done
 TEST_SETUP := $(VENV)/.test-setup-done
 
-.PHONY: run chat setup test lint clean
+.PHONY: run chat setup test lint sanitize clean
 
 run: setup
 	$(BIN)/kvasir
@@ -42,6 +42,10 @@ lint: $(TEST_SETUP)
 # longest, would come last.
 test: $(TEST_SETUP) lint
 	QT_QPA_PLATFORM=offscreen $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# The native kernels' tests with the address and undefined-behaviour sanitizers; some minutes.
+sanitize: $(TEST_SETUP)
+	$(BIN)/python -m tests.kernels.native sanitize
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

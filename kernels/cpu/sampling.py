@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from kernels.cpu import library
@@ -50,14 +52,23 @@ def _describe(logits: torch.Tensor, batch: SamplingBatch) -> tuple[library.Sampl
     token_ids = torch.empty(logits.shape[0], dtype=torch.int64)
     healthy = torch.empty(logits.shape[0], dtype=torch.bool)
     sampling = library.Sampling(*logits.shape, _address(logits, torch.float32), logits.stride(0))
-    sampling.temperature = _address(batch.temperature, torch.float32)
-    sampling.min_p = _address(batch.min_p, torch.float32)
-    sampling.top_k = _address(batch.top_k, torch.int32)
-    sampling.top_p = _address(batch.top_p, torch.float32)
-    sampling.temperature_last = _address(batch.temperature_last, torch.bool)
+    (
+        sampling.temperature,
+        sampling.min_p,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.temperature_last,
+    ) = _settings(batch.temperature, batch.min_p, batch.top_k, batch.top_p, batch.temperature_last)
     sampling.uniforms = _address(batch.uniforms, torch.float64)
     sampling.token_ids, sampling.healthy = token_ids.data_ptr(), healthy.data_ptr()
     return sampling, token_ids, healthy
+
+
+@functools.lru_cache(maxsize=16)
+def _settings(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Addresses of what stays the same from step to step; asking for each takes longer than a greedy draw."""
+    dtypes = (torch.float32, torch.float32, torch.int32, torch.float32, torch.bool)
+    return tuple(_address(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True))
 
 
 def _add_cells(adjustment: library.Adjustment, cells: LogitCells) -> None:

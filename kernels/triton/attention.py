@@ -355,8 +355,9 @@ def paged_attention(
     assert kv_cache.data.is_contiguous()
     group = num_heads // kv_cache.num_kv_heads
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    capability, is_int8 = compute_capability(q.device), kv_cache.scales is not None
     for share in _shares(metadata):
-        tiles = attention_tiles(compute_capability(q.device), head_dim, group, share.least_queries)
+        tiles = attention_tiles(capability, head_dim, group, share.least_queries, is_int8)
         _attend_share(out, q, kv_cache, metadata, scale, window, soft_cap, sinks, share, tiles)
     return out
 

@@ -141,6 +141,16 @@ def _of_groups(at, is_column, out_features, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _of_part(values, FIRST: tl.constexpr, inner, HALF: tl.constexpr):
+    """What belongs to the groups that a part begins in: [1, columns], or where it has two halves [part, columns]."""
+    if HALF > 0:
+        of_part = tl.where(inner[:, None] < HALF, values[FIRST][None, :], values[FIRST + 1][None, :])
+    else:
+        of_part = values[FIRST][None, :]
+    return of_part
+
+
+@triton.jit
 def _multiply(
     accumulator,
     x,
@@ -151,17 +161,20 @@ def _multiply(
     SCALE_WEIGHTS: tl.constexpr,
     HAS_MINIMUM: tl.constexpr,
 ):
-    """accumulator [rows, out] += x [rows, k] @ (numbers [k, out] * scale [out] + minimum [out])."""
+    """accumulator [rows, out] += x [rows, k] @ (numbers [k, out] * scale [1, out] + minimum [1, out]).
+
+    With SCALE_WEIGHTS scale and minimum may have k rows.
+    """
     if SCALE_WEIGHTS:
-        weight = numbers * scale[None, :]
+        weight = numbers * scale
         if HAS_MINIMUM:
-            weight += minimum[None, :]
+            weight += minimum
         accumulator = tl.dot(x, weight, accumulator, input_precision="ieee")
     else:
-        accumulator += tl.dot(x, numbers, input_precision="ieee") * scale[None, :].to(tl.float32)
+        accumulator += tl.dot(x, numbers, input_precision="ieee") * scale.to(tl.float32)
         if HAS_MINIMUM:
             # The sum of x along the row; the tensor cores have nothing better to do.
-            accumulator += tl.dot(x, ones, input_precision="ieee") * minimum[None, :].to(tl.float32)
+            accumulator += tl.dot(x, ones, input_precision="ieee") * minimum.to(tl.float32)
     return accumulator
 
 
@@ -193,8 +206,10 @@ def multiply_tiles(
     `kernels.triton.matmul`. Scales are read one tile ahead, since nothing else hides the time that takes.
     """
     BYTES: tl.constexpr = TILE_K * BITS // 8
-    # Bytes of one column whose weights in either half have the same scale.
-    PART: tl.constexpr = min(GROUP, BYTES)
+    # Blackwell's tensor cores take no fewer than 32 weights of a column: two groups of 16, where weights are scaled.
+    HALF: tl.constexpr = GROUP if SCALE_WEIGHTS and GROUP == 16 and BYTES >= 32 else 0  # pyright: ignore[reportAssignmentType]
+    # Bytes of one column whose weights in either half have the same scale, or that in each of two halves.
+    PART: tl.constexpr = 32 if HALF else min(GROUP, BYTES)  # pyright: ignore[reportAssignmentType]
     GROUPS: tl.constexpr = (TILE_K + GROUP - 1) // GROUP
     inner = tl.arange(0, PART)
     # A size of 1 comes as a plain number.
@@ -225,13 +240,13 @@ def multiply_tiles(
                 low, high, ones = _nibbles(packed, x_low, ZERO, IS_FLOAT, USE_PTX)
             else:
                 low, ones = _bytes(packed, x_low, ZERO, USE_PTX)
-            factor = scale[part * PART // GROUP]
-            offset = minimum[part * PART // GROUP]
+            factor = _of_part(scale, part * PART // GROUP, inner, HALF)
+            offset = _of_part(minimum, part * PART // GROUP, inner, HALF)
             accumulator = _multiply(accumulator, x_low, low, ones, factor, offset, SCALE_WEIGHTS, HAS_MINIMUM)
             if BITS == 4:
                 x_high = tl.load(x_at + (BYTES + part * PART), mask=is_row[:, None], other=0.0)
-                factor = scale[(BYTES + part * PART) // GROUP]
-                offset = minimum[(BYTES + part * PART) // GROUP]
+                factor = _of_part(scale, (BYTES + part * PART) // GROUP, inner, HALF)
+                offset = _of_part(minimum, (BYTES + part * PART) // GROUP, inner, HALF)
                 accumulator = _multiply(accumulator, x_high, high, ones, factor, offset, SCALE_WEIGHTS, HAS_MINIMUM)
         scale = next_scale
         minimum = next_minimum

@@ -58,8 +58,12 @@ class AttentionTiles:
     num_stages: int
 
 
-def attention_tiles(capability: Capability, head_dim: int, group: int, least_queries: int) -> AttentionTiles:
+def attention_tiles(
+    capability: Capability, head_dim: int, group: int, least_queries: int, int8: bool = False
+) -> AttentionTiles:
     """Tiles for `group` query heads to a KV head, in sequences that compute at least `least_queries` tokens.
+
+    `int8`: whether keys and values have 8 bits.
 
     They are shared by the sequences of 1 token, of 2 to 16, and of more.
     """
@@ -72,7 +76,9 @@ def attention_tiles(capability: Capability, head_dim: int, group: int, least_que
         block_m = max(16, group_padded if least_queries == 1 else min(4 * group_padded, 64), group_padded)
         # The block table is read a stage before the keys: of 5 stages, two tiles of keys are on their way.
         stages = 5 if roomy else 2 if wide else 3
-        return AttentionTiles(block_m, 32 if wide else 64, group_padded, head_dim_padded, 4, stages)
+        # Whichever number of warps makes the assembler spill no register on Blackwell.
+        warps = 8 if capability[0] >= 10 and not int8 else 4
+        return AttentionTiles(block_m, 32 if wide else 64, group_padded, head_dim_padded, warps, stages)
     if not wide:
         return AttentionTiles(max(group_padded, 128), 64, group_padded, head_dim_padded, 8, 2)
     # Wide heads spill registers in larger tiles; Hopper's and Blackwell's wide instructions need 64 rows.
@@ -103,7 +109,9 @@ def matmul_tiles(capability: Capability, num_rows: int, bits: int, out_features:
         block_n = 64 if out_features >= 64 * processors else 32
         # Some programs to a processor, since each waits for its own loads.
         splits = max(1, 4 * processors // -(-out_features // block_n))
-        return MatmulTiles(16, block_n, False, num_warps=4, num_stages=5 if roomy else 4, most_splits=splits)
+        # Whichever number of warps makes the assembler spill no register on the RTX 50.
+        warps = 8 if capability[0] == 12 and bits == 4 else 4
+        return MatmulTiles(16, block_n, False, num_warps=warps, num_stages=5 if roomy else 4, most_splits=splits)
     if num_rows <= 64:
         return MatmulTiles(64, 64, scale_weights=True, num_warps=4, num_stages=3)
     block_n = 128 if roomy else 64

@@ -256,3 +256,49 @@ def test_a_product_can_write_a_column_slice(instruction_set: str) -> None:
     program.run(StepBatch.of_rows(5))
     torch.testing.assert_close(wide[:, 10:30], x @ exact.T, rtol=1e-4, atol=1e-4)
     assert (wide[:, :10] == 7).all() and (wide[:, 30:] == 7).all()
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 6])
+@pytest.mark.parametrize("out_features", [8, 24, 200, 1000])
+def test_threads_share_a_matrix_without_gaps_or_doubles(out_features: int, num_rows: int) -> None:
+    """Adding to the output shows a tile that is computed twice."""
+    weight, exact = random_weight(SourceFormat.F32, out_features, 1)
+    program = Program(max_rows=num_rows)
+    x, activation, out = (
+        program.floats(32),
+        program.activation(ActivationKind.F32, 32),
+        program.floats(out_features),
+    )
+    program.quantize(x.normal_(), activation)
+    program.matmul(activation, weight, out, Epilogue.ADD)
+    try:
+        for num_threads in (1, 2, 3, 7, 16):
+            library.set_num_threads(num_threads)
+            out.zero_()
+            program.run(StepBatch.of_rows(num_rows))
+            torch.testing.assert_close(out, x @ exact.T, rtol=1e-4, atol=1e-4)
+    finally:
+        library.set_num_threads(1)
+
+
+def test_no_operation_begins_before_the_one_in_front_of_it_is_over() -> None:
+    """A long chain in which each product reads what the one before wrote, with more threads than there are cores."""
+    weight, _ = random_weight(SourceFormat.Q4_1, 64, 2)
+    program = Program(max_rows=3)
+    values, activation = program.floats(64), program.activation(weight.activation(), 64)
+    for _ in range(40):
+        program.quantize(values, activation)
+        program.matmul(activation, weight, values, factor=0.05)  # so that they neither grow nor vanish
+    start = torch.randn(3, 64)
+    results = []
+    try:
+        for num_threads in (1, 5, 5, 5, 5, 5):
+            library.set_num_threads(num_threads)
+            for _ in range(4):
+                values.copy_(start)
+                program.run(StepBatch.of_rows(3))
+                results.append(values.clone())
+    finally:
+        library.set_num_threads(1)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert results[0].isfinite().all() and results[0].std() > 0
