@@ -29,7 +29,7 @@ $(SETUP): pyproject.toml setup.py constraints.txt packaging/system_libraries.sh 
 	@touch $@
 
 $(TEST_SETUP): $(SETUP)
-	$(PIP) install -c constraints.txt -e ".[test]"
+	$(BIN)/python packaging/extra_requirements.py test | $(PIP) install -c constraints.txt -r /dev/stdin
 	@touch $@
 
 lint: $(TEST_SETUP)
