@@ -15,7 +15,7 @@ from engine.quantization.native_affine import native_affine
 from engine.quantization.rounding import Rounding
 from engine.quantization.triton_tiles import triton_affine, triton_ggml
 from kernels import ops
-from kernels.cpu.packing import can_pack
+from kernels.cpu.packing import Packer, can_pack
 from kernels.ggml_codes import CODED_FORMATS
 
 _PLAIN_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -50,6 +50,12 @@ class WeightReader:
         self._norm_offset = norm_offset
         self._on_tensor = on_tensor
         self._rounding = rounding
+        self._packer = Packer()
+
+    def finish(self) -> None:
+        """To be called after all was read: some matrices get their numbers only now."""
+        if self._native:
+            self._packer.finish()
 
     def matrix(self, names: list[str]) -> QuantWeight:
         codes = []
@@ -107,7 +113,7 @@ class WeightReader:
         return lambda first, end: ops.dequantize(stored[first:end], kind, torch.empty(end - first, columns))
 
     def _affine(self, matrix: AffineMatrix) -> QuantWeight:
-        if self._native and (packed := native_affine(matrix)) is not None:
+        if self._native and (packed := native_affine(matrix, self._packer.pack)) is not None:
             return packed
         matrix = matrix.to(self._device)
         if self._triton and (tiled := triton_affine(matrix, self._dtype)) is not None:
@@ -148,8 +154,9 @@ class WeightReader:
             return StackedWeight([part for part in apart if part is not None])
         (stored_type,) = types
         parts = [_in_half_if_eight_bit(self._source.stored_rows(name), stored_type) for name in names]
-        packed = native_weight(parts, _PLAIN_TYPES.get(parts[0].dtype, stored_type), in_features)
-        return packed or native_weight([self._fused(names, torch.float32)], "F32", in_features)
+        pack, tensor_type = self._packer.pack, _PLAIN_TYPES.get(parts[0].dtype, stored_type)
+        packed = native_weight(parts, tensor_type, in_features, pack)
+        return packed or native_weight([self._fused(names, torch.float32)], "F32", in_features, pack)
 
     def _fused(self, names: list[str], dtype: torch.dtype) -> torch.Tensor:
         shapes = [self._source.tensors[name].shape for name in names]

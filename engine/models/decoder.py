@@ -177,7 +177,9 @@ def build_decoder(
     CPU kernels; q, k, v and gate, up are fused row-wise. `rounding` quantises them on the way.
     """
     reader = WeightReader(source, device, dtype, native, config.norm_weight_offset, on_tensor, rounding)
-    return _Builder(config, source, reader, device, dtype).decoder()
+    decoder = _Builder(config, source, reader, device, dtype).decoder()
+    reader.finish()
+    return decoder
 
 
 class _Builder:

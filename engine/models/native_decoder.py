@@ -16,7 +16,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.quantization import QuantWeight, StackedWeight
 from engine.quantization.native import NativeWeight
-from kernels.cpu.library import AttentionSpec, CacheKind, Epilogue, SourceFormat
+from kernels.cpu.library import AttentionSpec, CacheKind, Epilogue, WeightFormat
 from kernels.cpu.packing import PackedWeight, can_pack, pack
 from kernels.cpu.program import Activation, ExpertRouting, Program, StepBatch
 
@@ -296,7 +296,7 @@ def _router(linear: Linear) -> PackedWeight:
     weight = linear.weight
     if isinstance(weight, NativeWeight):
         return weight.packed
-    return pack(weight.dequantize().float().contiguous(), SourceFormat.F32, weight.shape[1])
+    return pack([weight.dequantize().float().contiguous()], WeightFormat.F32, weight.shape[1])
 
 
 def _stacked(biases: list[torch.Tensor | None]) -> torch.Tensor | None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from kernels.cpu.library import SourceFormat
+from kernels.cpu.library import WeightFormat
 from kernels.cpu.packing import PackedWeight, can_pack, pack
 from kernels.cpu.program import Program, StepBatch
 
-NATIVE_SOURCES = {source.name: source for source in SourceFormat}
-"""By the names that files give their tensor types."""
+PackFunction = Callable[[list[torch.Tensor], WeightFormat, int], PackedWeight]
+"""`kernels.cpu.packing.pack`, or a `Packer`'s, which packs later."""
 
 
 class NativeWeight:
@@ -44,13 +44,13 @@ class NativeWeight:
         return self.packed.dequantize()
 
 
-def native_weight(parts: Sequence[torch.Tensor], tensor_type: str, in_features: int) -> NativeWeight | None:
+def native_weight(
+    parts: Sequence[torch.Tensor], tensor_type: str, in_features: int, pack: PackFunction = pack
+) -> NativeWeight | None:
     """Packs matrices of one stored type on top of each other; None where the native kernels lack the type or shape.
 
     Each part holds rows as a model file stores them: uint8 [rows, row_bytes], or plain values [rows, in_features].
     """
-    source_format = NATIVE_SOURCES.get(tensor_type)
-    if source_format is None or not can_pack(in_features):
+    if tensor_type not in WeightFormat.__members__ or not can_pack(in_features):
         return None
-    rows = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-    return NativeWeight(pack(rows.contiguous(), source_format, in_features))
+    return NativeWeight(pack([part.contiguous() for part in parts], WeightFormat[tensor_type], in_features))

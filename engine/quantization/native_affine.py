@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from engine.quantization.affine import AffineMatrix, unpack_nibbles
-from engine.quantization.native import NativeWeight
-from kernels.cpu.library import GROUP, SourceFormat
+from engine.quantization.native import NativeWeight, PackFunction
+from kernels.cpu.library import GROUP, WeightFormat
 from kernels.cpu.packing import can_pack, pack
 
 _MIDDLE = 128
@@ -68,7 +68,7 @@ class NativeAffineWeight:
         return ordered
 
 
-def native_affine(matrix: AffineMatrix) -> NativeWeight | NativeAffineWeight | None:
+def native_affine(matrix: AffineMatrix, pack: PackFunction = pack) -> NativeWeight | NativeAffineWeight | None:
     """The matrix in native tiles, whose scales and minima are half precision: about 5 and 8.5 bits a weight.
 
     None where its groups are not made of whole groups of 32 columns, or its scales do not fit half precision.
@@ -84,11 +84,11 @@ def native_affine(matrix: AffineMatrix) -> NativeWeight | NativeAffineWeight | N
         minima = -zeros * scales
         if not (_fits_half(scales) and _fits_half(minima)):
             return None
-        tiles = NativeWeight(pack(_q4_1_rows(matrix.codes, scales, minima), SourceFormat.Q4_1, columns))
+        tiles = NativeWeight(pack([_q4_1_rows(matrix.codes, scales, minima)], WeightFormat.Q4_1, columns))
         return tiles if matrix.permutation is None else NativeAffineWeight(tiles, matrix.permutation, None, GROUP)
     if not _fits_half(scales):
         return None
-    tiles = NativeWeight(pack(_q8_0_rows(matrix.codes, scales), SourceFormat.Q8_0, columns))
+    tiles = NativeWeight(pack([_q8_0_rows(matrix.codes, scales)], WeightFormat.Q8_0, columns))
     offsets = None
     if not bool((matrix.zeros == _MIDDLE).all()):
         offsets = (_MIDDLE - matrix.zeros.float()) * matrix.scales.float()

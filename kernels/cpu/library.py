@@ -12,43 +12,23 @@ import functools
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 GROUP = 32
 TILE = 8
 PANEL = 4
 
 
 class WeightFormat(enum.IntEnum):
-    Q4_F16 = 0
-    Q4_F32 = 1
-    Q8_F16 = 2
-    Q8_F32 = 3
-    DENSE_F32 = 4
-    DENSE_F16 = 5
-    DENSE_BF16 = 6
-    Q8_MIN_F32 = 7
-    Q4_0 = 8
-    Q5_0 = 9
-    Q5_1 = 10
-    Q2_K = 11
-    Q3_K = 12
-    Q4_K = 13
-    Q5_K = 14
-    Q6_K = 15
-    IQ4_NL = 16
-    IQ4_XS = 17
-    MXFP4 = 18
+    """By the names that files give their tensor types."""
 
-
-class SourceFormat(enum.IntEnum):
-    Q4_0 = 0
-    Q4_1 = 1
-    Q8_0 = 2
-    F32 = 3
-    F16 = 4
-    BF16 = 5
-    Q5_0 = 6
-    Q5_1 = 7
+    F32 = 0
+    F16 = 1
+    BF16 = 2
+    Q4_0 = 3
+    Q4_1 = 4
+    Q5_0 = 5
+    Q5_1 = 6
+    Q8_0 = 7
     Q2_K = 8
     Q3_K = 9
     Q4_K = 10
@@ -96,6 +76,20 @@ class CacheKind(enum.IntEnum):
 
 class Weight(ctypes.Structure):
     _fields_ = [("format", c_int32), ("rows", c_int32), ("columns", c_int32), ("reserved", c_int32), ("data", c_void_p)]
+
+
+class Rows(ctypes.Structure):
+    _fields_ = [("rows", c_void_p), ("num_rows", c_int64)]
+
+
+class Packing(ctypes.Structure):
+    _fields_ = [
+        ("format", c_int32),
+        ("columns", c_int32),
+        ("parts", POINTER(Rows)),
+        ("num_parts", c_int64),
+        ("packed", c_void_p),
+    ]
 
 
 class ActivationBuffer(ctypes.Structure):
@@ -237,10 +231,8 @@ _SIGNATURES = {
     "kv_instruction_sets": (c_char_p, []),
     "kv_use_instruction_set": (c_int32, [c_char_p]),
     "kv_set_num_threads": (c_int32, [c_int32]),
-    "kv_packed_bytes": (c_int64, [c_int32, c_int32, c_int32]),
-    "kv_packed_format": (c_int32, [c_int32]),
-    "kv_pack": (c_int32, [c_int32, c_void_p, c_int32, c_int32, c_void_p]),
-    "kv_pack_codes": (c_int32, [c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p]),
+    "kv_packed_bytes": (c_int64, [c_int32, c_int64, c_int32]),
+    "kv_pack": (c_int32, [POINTER(Packing), c_int32]),
     "kv_dequantize": (c_int32, [POINTER(Weight), c_int32, c_int32, c_void_p]),
     "kv_run": (c_int32, [POINTER(Op), c_int32, POINTER(Batch)]),
     "kv_matmul": (c_int32, [POINTER(Weight), c_int32, c_void_p, c_int32, c_void_p, c_void_p]),

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.library import GROUP, ActivationKind, NativeLibraryError, SourceFormat, Weight, WeightFormat, load
-
-_DENSE = (WeightFormat.DENSE_F32, WeightFormat.DENSE_F16, WeightFormat.DENSE_BF16)
-_BYTES = (
-    WeightFormat.Q8_F16,
-    WeightFormat.Q8_F32,
-    WeightFormat.Q8_MIN_F32,
-    WeightFormat.IQ4_NL,
-    WeightFormat.IQ4_XS,
+from kernels.cpu.library import (
+    GROUP,
+    ActivationKind,
+    NativeLibraryError,
+    Packing,
+    Rows,
+    Weight,
+    WeightFormat,
+    load,
 )
+
+_DENSE = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
+_BYTES = (WeightFormat.Q8_0, WeightFormat.IQ4_NL, WeightFormat.IQ4_XS)
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class PackedWeight:
 
 _HUGE_PAGE = 2 << 20
 _ARENA_BYTES = 32 << 20
+_BYTES_AT_ONCE = 16 << 20
 
 
 class _Arena:
@@ -117,59 +121,47 @@ def can_pack(columns: int) -> bool:
     return columns % GROUP == 0
 
 
-def pack(source: torch.Tensor, source_format: SourceFormat, columns: int) -> PackedWeight:
-    """Packs rows as a model file stores them: a contiguous CPU tensor [rows, bytes or values of a row].
+class Packer:
+    """Packs many matrices at once, on all threads of the library, which then wait for each other only seldom."""
 
-    Raises `NativeLibraryError` where the columns are no multiple of the format's block.
-    """
-    assert source.is_contiguous() and source.device.type == "cpu"
-    rows, library = source.shape[0], load()
-    weight_format = WeightFormat(library.kv_packed_format(source_format))
-    data = _allocate(weight_format, rows, columns)
-    if library.kv_pack(source_format, source.data_ptr(), rows, columns, data.data_ptr()) != 0:
-        raise NativeLibraryError(f"packing a {SourceFormat(source_format).name} matrix of {rows} x {columns} failed")
-    return PackedWeight(data, Weight(weight_format, rows, columns, 0, data.data_ptr()))
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Packing, list[torch.Tensor]]] = []
+        self._waiting_bytes = 0
 
+    def pack(self, parts: list[torch.Tensor], weight_format: WeightFormat, columns: int) -> PackedWeight:
+        """Matrices on top of each other as one, whose numbers are there after `finish`.
 
-def pack_codes(codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None) -> PackedWeight:
-    """Packs integer codes whose groups of 32 have a scale and perhaps a minimum: value = scale * code + minimum.
+        Each part holds rows as a model file stores them: a contiguous CPU tensor [rows, bytes or values of a row].
+        Raises `NativeLibraryError` where the columns are no multiple of the format's block.
+        """
+        assert all(part.is_contiguous() and part.device.type == "cpu" for part in parts)
+        rows = sum(part.shape[0] for part in parts)
+        nbytes = load().kv_packed_bytes(weight_format, rows, columns)
+        if nbytes < 0:
+            raise NativeLibraryError(
+                f"a matrix of {rows} x {columns} cannot be packed as {weight_format.name}: "
+                "columns must be a multiple of its blocks, 32 or 256"
+            )
+        data = _arena.allocate(nbytes)
+        structs = (Rows * len(parts))(*((part.data_ptr(), part.shape[0]) for part in parts))
+        # The parts have to live as long as their addresses are needed.
+        self._waiting.append((Packing(weight_format, columns, structs, len(parts), data.data_ptr()), parts))
+        self._waiting_bytes += nbytes
+        if self._waiting_bytes >= _BYTES_AT_ONCE:
+            self.finish()
+        return PackedWeight(data, Weight(weight_format, rows, columns, 0, data.data_ptr()))
 
-    codes: uint8 [rows, columns / 2], 4 bits each, low nibble first, with minima; or int8 [rows, columns].
-    scales, minima: float32 [rows, columns / 32]. All contiguous, on the CPU.
-    Raises `NativeLibraryError` where shapes do not match or the columns are no multiple of 32.
-    """
-    rows, columns = codes.shape[0], codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
-    if codes.dtype == torch.uint8:
-        weight_format = WeightFormat.Q4_F32
-    else:
-        assert codes.dtype == torch.int8
-        weight_format = WeightFormat.Q8_F32 if minima is None else WeightFormat.Q8_MIN_F32
-    data = _allocate(weight_format, rows, columns)
-    shape = (rows, columns // GROUP)
-    if tuple(scales.shape) != shape or (minima is not None and tuple(minima.shape) != shape):
-        raise NativeLibraryError(f"codes of {rows} x {columns} need scales and minima of {shape[0]} x {shape[1]}")
-    factors = [scales] if minima is None else [scales, minima]
-    assert all(tensor.is_contiguous() and tensor.device.type == "cpu" for tensor in (codes, *factors))
-    assert all(tensor.dtype == torch.float32 for tensor in factors)
-    code = load().kv_pack_codes(
-        weight_format,
-        codes.data_ptr(),
-        scales.data_ptr(),
-        None if minima is None else minima.data_ptr(),
-        rows,
-        columns,
-        data.data_ptr(),
-    )
-    if code != 0:
-        raise NativeLibraryError(f"packing codes of {rows} x {columns} as {weight_format.name} failed")
-    return PackedWeight(data, Weight(weight_format, rows, columns, 0, data.data_ptr()))
+    def finish(self) -> None:
+        matrices = (Packing * len(self._waiting))(*(packing for packing, _parts in self._waiting))
+        code = load().kv_pack(matrices, len(matrices))
+        assert code == 0, f"matrix {-1 - code} has a shape that was not refused before"
+        self._waiting.clear()
+        self._waiting_bytes = 0
 
 
-def _allocate(weight_format: WeightFormat, rows: int, columns: int) -> torch.Tensor:
-    nbytes = load().kv_packed_bytes(weight_format, rows, columns)
-    if nbytes < 0:
-        raise NativeLibraryError(
-            f"a matrix of {rows} x {columns} cannot be packed as {weight_format.name}: "
-            "columns must be a multiple of its blocks, 32 or 256"
-        )
-    return _arena.allocate(nbytes)
+def pack(parts: list[torch.Tensor], weight_format: WeightFormat, columns: int) -> PackedWeight:
+    """As `Packer.pack`, at once."""
+    packer = Packer()
+    packed = packer.pack(parts, weight_format, columns)
+    packer.finish()
+    return packed

@@ -94,7 +94,7 @@ def test_projections_of_different_formats_stay_packed_and_run_in_one_step(
     weight = native.model.layers[0].attention.qkv.weight
     assert isinstance(weight, StackedWeight)
     formats = [part.packed.format for part in weight.parts if isinstance(part, NativeWeight)]
-    assert formats == [WeightFormat.Q4_K, WeightFormat.Q8_F16, WeightFormat.DENSE_F16]
+    assert formats == [WeightFormat.Q4_K, WeightFormat.Q8_0, WeightFormat.F16]
     x = torch.randn(3, 256)
     torch.testing.assert_close(Linear(weight)(x), x @ weight.dequantize().T, atol=1e-2, rtol=1e-3)
     logits, expected = (Harness(loaded).logits(PROMPT) for loaded in (native, load(path)))

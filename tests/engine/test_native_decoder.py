@@ -21,7 +21,7 @@ from engine.quantization import DenseWeight
 from engine.quantization.native import NativeWeight
 from engine.runner import ModelRunner, NativeRunner, make_runner, runner_kv_dtype
 from engine.scheduler import ScheduledRequest, StepPlan
-from kernels.cpu.library import SourceFormat
+from kernels.cpu.library import WeightFormat
 from kernels.cpu.packing import pack
 from tests.engine.families import FAMILIES, expected_logits, save_family
 from tests.engine.tiny_llama import (
@@ -205,6 +205,6 @@ def test_experts_of_unlike_formats_are_computed_one_by_one(tmp_path):
     expected = Harness(loaded).logits(token_ids)
     down = mlp.experts[1].down
     rows = torch.from_numpy(gguf.quantize(down.weight.dequantize().numpy(), gguf.GGMLQuantizationType.Q8_0))
-    down.weight = NativeWeight(pack(rows, SourceFormat.Q8_0, down.weight.shape[1]))
+    down.weight = NativeWeight(pack([rows], WeightFormat.Q8_0, down.weight.shape[1]))
     assert not loaded.whole_step(16)
     torch.testing.assert_close(Harness(loaded).logits(token_ids), expected, atol=0.1, rtol=0.1)

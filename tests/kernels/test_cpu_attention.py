@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.cpu import library
-from kernels.cpu.library import AttentionSpec, CacheKind, SourceFormat
+from kernels.cpu.library import AttentionSpec, CacheKind, WeightFormat
 from kernels.cpu.packing import pack
 from kernels.cpu.program import Program, StepBatch
 from kernels.kv import quantize_int8
@@ -237,7 +237,7 @@ def test_long_contexts_are_split_without_a_trace(num_threads: int, dtype: torch.
 
 def test_embedding_and_select_and_norm_pick_the_right_rows(instruction_set: str) -> None:
     table = torch.randn(50, 64)
-    weight, gain = pack(table, SourceFormat.F32, 64), torch.rand(64)
+    weight, gain = pack([table], WeightFormat.F32, 64), torch.rand(64)
     program = Program(max_rows=6)
     embedded, selected = program.floats(64), program.floats(64)
     normed = program.activation(weight.activation(), 64)

@@ -7,7 +7,7 @@ import torch
 
 from kernels import reference
 from kernels.cpu import library
-from kernels.cpu.library import Epilogue, SourceFormat
+from kernels.cpu.library import Epilogue, WeightFormat
 from kernels.cpu.packing import pack
 from kernels.cpu.program import Program, StepBatch
 
@@ -27,7 +27,7 @@ class Experts:
         self.gate_up, self.down = normal(NUM_EXPERTS, 2 * INNER, HIDDEN) / 4, normal(NUM_EXPERTS, HIDDEN, INNER) / 4
         self.gate_up_bias, self.down_bias = normal(NUM_EXPERTS, 2 * INNER), normal(NUM_EXPERTS, HIDDEN)
         self.x, self.logits, self.residual = normal(37, HIDDEN), 2 * normal(37, NUM_EXPERTS), normal(37, HIDDEN)
-        self.packed = [[pack(weight, SourceFormat.F32, weight.shape[1]) for weight in part] for part in
+        self.packed = [[pack([weight], WeightFormat.F32, weight.shape[1]) for weight in part] for part in
                        (self.gate_up, self.down)]  # fmt: skip
 
     def run(self, rows: list[int]) -> torch.Tensor:

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from kernels.cpu import library
-from kernels.cpu.library import ActivationKind, Epilogue, SourceFormat
-from kernels.cpu.packing import PackedWeight, pack, pack_codes
+from kernels.cpu.library import ActivationKind, Epilogue, WeightFormat
+from kernels.cpu.packing import PackedWeight, pack
 from kernels.cpu.program import Program, StepBatch
 from kernels.ggml import FORMATS as FORMATS_OF_ROWS
 from tests.kernels.ggml_blocks import dequantize, random_blocks
 
-FORMATS = list(SourceFormat)
+FORMATS = list(WeightFormat)
 # Where a block's codes lie, apart from its scales.
 CODE_BYTES = {
     "Q4_0": slice(2, None),
@@ -40,12 +40,12 @@ def instruction_set(request: pytest.FixtureRequest):
     library.use_instruction_set(before)
 
 
-def random_weight(source_format: SourceFormat, rows: int, groups: int) -> tuple[PackedWeight, torch.Tensor]:
+def random_weight(source_format: WeightFormat, rows: int, groups: int) -> tuple[PackedWeight, torch.Tensor]:
     """A packed weight of `groups` blocks a row, at least 32 columns each, and what gguf says it stands for."""
     columns = groups * max(library.GROUP, FORMATS_OF_ROWS[source_format.name].block_elements)
     packed = random_blocks(source_format.name, rows, columns, seed=rows + columns)
     exact = dequantize(packed, source_format.name)
-    return pack(torch.from_numpy(packed), source_format, columns), torch.from_numpy(exact)
+    return pack([torch.from_numpy(packed)], source_format, columns), torch.from_numpy(exact)
 
 
 def product(
@@ -90,14 +90,14 @@ def assert_equals_product(out: torch.Tensor, seen: torch.Tensor, exact: torch.Te
 
 
 @pytest.mark.parametrize("source_format", FORMATS, ids=lambda f: f.name)
-def test_a_packed_weight_holds_the_very_numbers_of_the_file(instruction_set: str, source_format: SourceFormat) -> None:
+def test_a_packed_weight_holds_the_very_numbers_of_the_file(instruction_set: str, source_format: WeightFormat) -> None:
     weight, exact = random_weight(source_format, 27, 3)
     assert torch.equal(weight.dequantize(), exact)
     assert torch.equal(weight.dequantize(9, 5), exact[9:14])
 
 
 @pytest.mark.parametrize("source_format", FORMATS, ids=lambda f: f.name)
-def test_a_packed_weight_takes_hardly_more_bytes_than_in_the_file(source_format: SourceFormat) -> None:
+def test_a_packed_weight_takes_hardly_more_bytes_than_in_the_file(source_format: WeightFormat) -> None:
     weight, exact = random_weight(source_format, 32, 8)
     in_file = 32 * FORMATS_OF_ROWS[source_format.name].row_bytes(exact.shape[1])
     assert in_file <= weight.nbytes <= 1.06 * in_file
@@ -105,15 +105,16 @@ def test_a_packed_weight_takes_hardly_more_bytes_than_in_the_file(source_format:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities
 @pytest.mark.parametrize("source_format", FORMATS, ids=lambda f: f.name)
-def test_any_bytes_of_a_file_are_held_exactly(instruction_set: str, source_format: SourceFormat) -> None:
+def test_any_bytes_of_a_file_are_held_exactly(instruction_set: str, source_format: WeightFormat) -> None:
     """Scales of every size among them: infinite, subnormal, negative, none at all."""
     block = FORMATS_OF_ROWS[source_format.name]
     columns = max(library.GROUP, block.block_elements)
     rows = np.random.default_rng(0).integers(0, 256, (200, block.row_bytes(columns)), dtype=np.uint8)
-    if source_format == SourceFormat.MXFP4:
+    if source_format == WeightFormat.MXFP4:
         rows[:, 0] %= 250  # beyond, 24 steps above the least code are out of float32's range
     exact = dequantize(rows, source_format.name)
-    held = pack(torch.from_numpy(rows), source_format, columns).dequantize().numpy()
+    parts = [torch.from_numpy(part) for part in np.split(rows, [83, 150])]  # which end within a tile
+    held = pack(parts, source_format, columns).dequantize().numpy()
     finite = np.isfinite(exact)
     assert finite.any()
     np.testing.assert_array_equal(held[finite], exact[finite])
@@ -122,7 +123,7 @@ def test_any_bytes_of_a_file_are_held_exactly(instruction_set: str, source_forma
 
 @pytest.mark.parametrize("source_format", FORMATS, ids=lambda f: f.name)
 def test_a_product_equals_the_exact_one_of_its_quantised_input(
-    instruction_set: str, source_format: SourceFormat
+    instruction_set: str, source_format: WeightFormat
 ) -> None:
     weight, exact = random_weight(source_format, 36, 3)  # 5 tiles, which are multiplied two at a time
     for num_rows in (1, 7, 18, 131):  # 4, 3, 2 and 1 at a time, more than fit a block of 128
@@ -135,7 +136,7 @@ def test_a_product_equals_the_exact_one_of_its_quantised_input(
 def test_quantised_activations_are_within_half_a_step_of_the_input(instruction_set: str) -> None:
     x = torch.randn(9, 576) * torch.logspace(-3, 3, 9).view(9, 1)
     x[4] = 0.0
-    weight, _ = random_weight(SourceFormat.Q4_1, 8, 18)
+    weight, _ = random_weight(WeightFormat.Q4_1, 8, 18)
     for precise, steps in ((False, 127), (True, 32639)):
         _, seen = product(weight, x, precise=precise)
         largest = x.view(9, -1, library.GROUP).abs().amax(-1).repeat_interleave(library.GROUP, dim=1)
@@ -144,7 +145,7 @@ def test_quantised_activations_are_within_half_a_step_of_the_input(instruction_s
 
 
 @pytest.mark.parametrize("source_format", FORMATS, ids=lambda f: f.name)
-def test_the_largest_codes_and_activations_do_not_overflow(instruction_set: str, source_format: SourceFormat) -> None:
+def test_the_largest_codes_and_activations_do_not_overflow(instruction_set: str, source_format: WeightFormat) -> None:
     """Every code of every row at the end of its range where sums in 16 bits are largest."""
     name = source_format.name
     random = random_blocks(name, 16, 512)
@@ -154,7 +155,7 @@ def test_the_largest_codes_and_activations_do_not_overflow(instruction_set: str,
         if name in CODE_BYTES:
             blocks[row][:, :, CODE_BYTES[name]] = code
     exact = torch.from_numpy(dequantize(blocks, name))
-    weight = pack(torch.from_numpy(blocks.reshape(16, -1).copy()), source_format, 512)
+    weight = pack([torch.from_numpy(blocks.reshape(16, -1).copy())], source_format, 512)
     # 0.9961 in steps of 1 / 32639 is 127 * 256 - 128: both its bytes are as large as they can be, -128 among them.
     for value in (3.0, -3.0, -2.9882):
         x = torch.full((9, 512), value)
@@ -166,10 +167,10 @@ def test_the_largest_codes_and_activations_do_not_overflow(instruction_set: str,
 
 @pytest.mark.parametrize(
     "source_format",
-    [SourceFormat.Q4_1, SourceFormat.Q8_0, SourceFormat.F32, SourceFormat.Q6_K],
+    [WeightFormat.Q4_1, WeightFormat.Q8_0, WeightFormat.F32, WeightFormat.Q6_K],
     ids=lambda f: f.name,
 )
-def test_epilogues_add_to_the_residual_and_gate(instruction_set: str, source_format: SourceFormat) -> None:
+def test_epilogues_add_to_the_residual_and_gate(instruction_set: str, source_format: WeightFormat) -> None:
     weight, exact = random_weight(source_format, 48, 2)
     x = torch.randn(6, weight.columns, generator=torch.Generator().manual_seed(1))
     residual, bias = torch.randn(6, 48), torch.randn(48)
@@ -185,7 +186,7 @@ def test_epilogues_add_to_the_residual_and_gate(instruction_set: str, source_for
 
 
 @pytest.mark.parametrize("source_format", FORMATS, ids=lambda f: f.name)
-def test_a_row_gives_the_same_bits_alone_and_in_company(instruction_set: str, source_format: SourceFormat) -> None:
+def test_a_row_gives_the_same_bits_alone_and_in_company(instruction_set: str, source_format: WeightFormat) -> None:
     weight, _ = random_weight(source_format, 200, 1)
     x = torch.randn(70, weight.columns)
     for precise in (True, False):
@@ -197,41 +198,14 @@ def test_a_row_gives_the_same_bits_alone_and_in_company(instruction_set: str, so
 
 def test_shapes_that_cannot_be_packed_are_refused_with_the_shape() -> None:
     with pytest.raises(library.NativeLibraryError, match="8 x 40"):
-        pack(torch.zeros(8, 40), SourceFormat.F32, 40)
+        pack([torch.zeros(8, 40)], WeightFormat.F32, 40)
     with pytest.raises(library.NativeLibraryError, match="8 x 96 cannot be packed as Q4_K"):
-        pack(torch.zeros(8, 54, dtype=torch.uint8), SourceFormat.Q4_K, 96)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_integer_codes_with_float_scales_are_packed_and_multiplied(instruction_set: str, bits: int) -> None:
-    generator = torch.Generator().manual_seed(bits)
-    scales = torch.rand(21, 3, generator=generator) * 0.01 + 1e-5
-    minima = torch.randn(21, 3, generator=generator) if bits == 4 else torch.rand(21, 3, generator=generator)
-    codes = torch.randint(0, 16, (21, 96), generator=generator, dtype=torch.uint8)
-    stored = codes[:, ::2] | codes[:, 1::2] << 4
-    if bits == 8:
-        codes = stored = torch.randint(-128, 128, (21, 96), generator=generator, dtype=torch.int8)
-    for offset in (minima,) if bits == 4 else (minima, None):
-        exact = codes.view(21, 3, 32) * scales.unsqueeze(2)
-        exact = (exact if offset is None else exact + offset.unsqueeze(2)).view(21, 96)
-        weight = pack_codes(stored, scales, offset)
-        torch.testing.assert_close(weight.dequantize(), exact, rtol=1e-6, atol=1e-7)
-        for precise in (True, False):
-            out, seen = product(weight, torch.randn(5, 96, generator=generator), precise=precise)
-            assert_equals_product(out, seen, exact)
-
-
-def test_codes_whose_scales_do_not_fit_are_refused() -> None:
-    codes = torch.zeros(8, 64, dtype=torch.int8)
-    with pytest.raises(library.NativeLibraryError, match="8 x 64 need scales and minima of 8 x 2"):
-        pack_codes(codes, torch.zeros(8, 1), None)
-    with pytest.raises(library.NativeLibraryError, match="8 x 40"):
-        pack_codes(codes[:, :40].contiguous(), torch.zeros(8, 1), None)
+        pack([torch.zeros(8, 54, dtype=torch.uint8)], WeightFormat.Q4_K, 96)
 
 
 def test_a_program_refuses_what_the_library_cannot_do() -> None:
     program = Program(max_rows=2)
-    weight, _ = random_weight(SourceFormat.Q4_1, 8, 2)
+    weight, _ = random_weight(WeightFormat.Q4_1, 8, 2)
     wrong_kind = program.activation(ActivationKind.F32, 64)
     program.matmul(wrong_kind, weight, program.floats(8))
     with pytest.raises(library.NativeLibraryError, match=r"operation 0 \(matmul\)"):
@@ -246,7 +220,7 @@ def test_an_unknown_instruction_set_is_refused_and_the_usable_ones_named() -> No
 
 
 def test_a_product_can_write_a_column_slice(instruction_set: str) -> None:
-    weight, exact = random_weight(SourceFormat.F32, 20, 2)
+    weight, exact = random_weight(WeightFormat.F32, 20, 2)
     program = Program(max_rows=5)
     x, activation, wide = program.floats(64), program.activation(ActivationKind.F32, 64), program.floats(50)
     x.normal_()
@@ -262,7 +236,7 @@ def test_a_product_can_write_a_column_slice(instruction_set: str) -> None:
 @pytest.mark.parametrize("out_features", [8, 24, 200, 1000])
 def test_threads_share_a_matrix_without_gaps_or_doubles(out_features: int, num_rows: int) -> None:
     """Adding to the output shows a tile that is computed twice."""
-    weight, exact = random_weight(SourceFormat.F32, out_features, 1)
+    weight, exact = random_weight(WeightFormat.F32, out_features, 1)
     program = Program(max_rows=num_rows)
     x, activation, out = (
         program.floats(32),
@@ -283,7 +257,7 @@ def test_threads_share_a_matrix_without_gaps_or_doubles(out_features: int, num_r
 
 def test_no_operation_begins_before_the_one_in_front_of_it_is_over() -> None:
     """A long chain in which each product reads what the one before wrote, with more threads than there are cores."""
-    weight, _ = random_weight(SourceFormat.Q4_1, 64, 2)
+    weight, _ = random_weight(WeightFormat.Q4_1, 64, 2)
     program = Program(max_rows=3)
     values, activation = program.floats(64), program.activation(weight.activation(), 64)
     for _ in range(40):

@@ -29,48 +29,27 @@ extern "C" {
 #define KV_EXPORT __attribute__((visibility("default")))
 #endif
 
-enum { KV_ABI_VERSION = 4, KV_GROUP = 32, KV_TILE = 8, KV_PANEL = 4 };
+enum { KV_ABI_VERSION = 5, KV_GROUP = 32, KV_TILE = 8, KV_PANEL = 4 };
 
+// As GGUF files have them, whose numbers all are held exactly; and plain numbers.
 enum KvWeightFormat {
-    KV_Q4_F16 = 0,  // 4 bit, half scales and minima
-    KV_Q4_F32 = 1,  // 4 bit, float scales and minima
-    KV_Q8_F16 = 2,  // 8 bit, half scales
-    KV_Q8_F32 = 3,  // 8 bit, float scales
-    KV_DENSE_F32 = 4,
-    KV_DENSE_F16 = 5,
-    KV_DENSE_BF16 = 6,
-    KV_Q8_MIN_F32 = 7,  // 8 bit, float scales and minima
-    KV_Q4_0 = 8,  // from here on as GGUF files have them
-    KV_Q5_0 = 9,
-    KV_Q5_1 = 10,
-    KV_Q2_K = 11,
-    KV_Q3_K = 12,
-    KV_Q4_K = 13,
-    KV_Q5_K = 14,
-    KV_Q6_K = 15,
-    KV_IQ4_NL = 16,
-    KV_IQ4_XS = 17,
-    KV_MXFP4 = 18,
-};
-
-// Blocks as GGUF files hold them.
-enum KvSourceFormat {
-    KV_SOURCE_Q4_0 = 0,
-    KV_SOURCE_Q4_1 = 1,
-    KV_SOURCE_Q8_0 = 2,
-    KV_SOURCE_F32 = 3,
-    KV_SOURCE_F16 = 4,
-    KV_SOURCE_BF16 = 5,
-    KV_SOURCE_Q5_0 = 6,
-    KV_SOURCE_Q5_1 = 7,
-    KV_SOURCE_Q2_K = 8,
-    KV_SOURCE_Q3_K = 9,
-    KV_SOURCE_Q4_K = 10,
-    KV_SOURCE_Q5_K = 11,
-    KV_SOURCE_Q6_K = 12,
-    KV_SOURCE_IQ4_NL = 13,
-    KV_SOURCE_IQ4_XS = 14,
-    KV_SOURCE_MXFP4 = 15,
+    KV_F32 = 0,
+    KV_F16 = 1,
+    KV_BF16 = 2,
+    KV_Q4_0 = 3,
+    KV_Q4_1 = 4,
+    KV_Q5_0 = 5,
+    KV_Q5_1 = 6,
+    KV_Q8_0 = 7,
+    KV_Q2_K = 8,
+    KV_Q3_K = 9,
+    KV_Q4_K = 10,
+    KV_Q5_K = 11,
+    KV_Q6_K = 12,
+    KV_IQ4_NL = 13,
+    KV_IQ4_XS = 14,
+    KV_MXFP4 = 15,
+    KV_NUM_FORMATS = 16,
 };
 
 typedef struct {
@@ -80,6 +59,21 @@ typedef struct {
     int32_t reserved;
     const void* data;
 } KvWeight;
+
+// Rows of a matrix as a model file holds them, one behind the other.
+typedef struct {
+    const void* rows;
+    int64_t num_rows;
+} KvRows;
+
+// A matrix to be packed: the rows of all parts, on top of each other.
+typedef struct {
+    int32_t format;
+    int32_t columns;
+    const KvRows* parts;
+    int64_t num_parts;
+    void* packed;  // as many bytes as kv_packed_bytes says
+} KvPacking;
 
 enum KvOpKind {
     KV_OP_EMBED = 0,      // weight: table; out: float [rows][columns]; factor
@@ -245,15 +239,11 @@ KV_EXPORT const char* kv_instruction_sets(void);
 KV_EXPORT int32_t kv_use_instruction_set(const char* name);
 // Starts or resizes the thread pool, the calling thread included. Returns the number in use.
 KV_EXPORT int32_t kv_set_num_threads(int32_t num_threads);
-KV_EXPORT int64_t kv_packed_bytes(int32_t weight_format, int32_t rows, int32_t columns);
-// The packed format that holds a source format without loss, or -1.
-KV_EXPORT int32_t kv_packed_format(int32_t source_format);
-// Packs rows [rows][source row bytes]; returns 0, or -1 for a shape or format it does not know.
-KV_EXPORT int32_t kv_pack(int32_t source_format, const void* source, int32_t rows, int32_t columns, void* packed);
-// Packs integer codes with scales and minima [rows][columns / 32] into KV_Q4_F32 (codes of 4 bits, two a byte, low
-// nibble first), KV_Q8_F32 (signed bytes, minima NULL) or KV_Q8_MIN_F32 (signed bytes); returns 0 or -1.
-KV_EXPORT int32_t kv_pack_codes(int32_t weight_format, const uint8_t* codes, const float* scales, const float* minima,
-                                int32_t rows, int32_t columns, void* packed);
+// Bytes of a packed matrix, or -1 for a shape or format that is not known.
+KV_EXPORT int64_t kv_packed_bytes(int32_t format, int64_t rows, int32_t columns);
+// Packs matrices on all threads. Returns 0, or -1 - i where matrix i has a shape or format that is not known; none is
+// packed then.
+KV_EXPORT int32_t kv_pack(const KvPacking* matrices, int32_t num_matrices);
 // Writes weight rows first..first+count as float [count][columns].
 KV_EXPORT int32_t kv_dequantize(const KvWeight* weight, int32_t first, int32_t count, float* out);
 // Runs the operations in order. Calls from several threads take turns.

@@ -51,17 +51,14 @@ inline F8 load_bias(const float* bias, int first, int count) {
 template <class Function>
 inline void with_view(int format, Function f) {
     switch (format) {
-        case KV_Q4_F16: return f((Q4View<Half>*)nullptr);
-        case KV_Q4_F32: return f((Q4View<float>*)nullptr);
-        case KV_Q8_F16: return f((Q8View<Half>*)nullptr);
-        case KV_Q8_F32: return f((Q8View<float>*)nullptr);
-        case KV_Q8_MIN_F32: return f((Q8MinView*)nullptr);
-        case KV_DENSE_F32: return f((DenseView<float>*)nullptr);
-        case KV_DENSE_F16: return f((DenseView<Half>*)nullptr);
-        case KV_DENSE_BF16: return f((DenseView<BFloat16>*)nullptr);
+        case KV_F32: return f((DenseView<float>*)nullptr);
+        case KV_F16: return f((DenseView<Half>*)nullptr);
+        case KV_BF16: return f((DenseView<BFloat16>*)nullptr);
         case KV_Q4_0: return f((Q4_0View*)nullptr);
+        case KV_Q4_1: return f((Q4_1View*)nullptr);
         case KV_Q5_0: return f((Q5_0View*)nullptr);
         case KV_Q5_1: return f((Q5_1View*)nullptr);
+        case KV_Q8_0: return f((Q8_0View*)nullptr);
         case KV_Q2_K: return f((Q2KView*)nullptr);
         case KV_Q3_K: return f((Q3KView*)nullptr);
         case KV_Q4_K: return f((Q4KView*)nullptr);

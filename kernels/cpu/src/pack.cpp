@@ -1,5 +1,9 @@
+// Brings weights from the layouts of model files into tiles.
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
+#include "isa.h"
 #include "tiles.h"
 
 namespace {
@@ -90,7 +94,7 @@ void place(const SourceQ4_0& from, TileQ4_0& to, int r) {
     to.scale[r] = read_half(from.scale);
     place_nibbles(to.codes, r, from.codes);
 }
-void place(const SourceQ4_1& from, TileQ4<Half>& to, int r) {
+void place(const SourceQ4_1& from, TileQ4_1& to, int r) {
     to.scale[r] = read_half(from.scale);
     to.minimum[r] = read_half(from.minimum);
     place_nibbles(to.codes, r, from.codes);
@@ -110,7 +114,7 @@ void place(const SourceQ5_1& from, TileQ5_1& to, int r) {
     spread_bits(from.high, high);
     place_1_bit(to.high, r, high);
 }
-void place(const SourceQ8_0& from, TileQ8<Half>& to, int r) {
+void place(const SourceQ8_0& from, TileQ8_0& to, int r) {
     to.scale[r] = read_half(from.scale);
     place_byte_pairs(to.bytes, r, from.bytes);
 }
@@ -200,64 +204,88 @@ void place(const SourceIQ4XS& from, TileIQ4XS& to, int r) {
     }
 }
 
-template <class Source, class Tile>
-void pack_blocks(const void* source, int32_t rows, int32_t blocks, void* packed) {
-    const int64_t tiles = (rows + KV_TILE - 1) / KV_TILE;
-    std::memset(packed, 0, sizeof(Tile) * tiles * blocks);
-    for (int row = 0; row < rows; row++) {
-        const Source* from = (const Source*)source + int64_t(row) * blocks;
-        Tile* to = (Tile*)packed + int64_t(row / KV_TILE) * blocks;
-        for (int b = 0; b < blocks; b++) place(from[b], to[b], row % KV_TILE);
+// Row `row` of the parts on top of each other.
+const void* find_row(const KvPacking& matrix, int64_t row, int64_t row_bytes) {
+    const KvRows* part = matrix.parts;
+    for (; row >= part->num_rows; part++) row -= part->num_rows;
+    return (const uint8_t*)part->rows + row * row_bytes;
+}
+
+int64_t num_rows(const KvPacking& matrix) {
+    int64_t rows = 0;
+    for (int64_t i = 0; i < matrix.num_parts; i++) rows += matrix.parts[i].num_rows;
+    return rows;
+}
+
+// Packs tile number t, of which `rows` are there; the others become zero.
+using PackTile = void (*)(const KvPacking& matrix, int64_t t, int rows);
+
+template <int columns, class Source, class Tile>
+void pack_blocks(const KvPacking& matrix, int64_t t, int rows) {
+    const int blocks = matrix.columns / columns;
+    Tile* tile = (Tile*)matrix.packed + t * blocks;
+    if (rows < KV_TILE) std::memset(tile, 0, sizeof(Tile) * blocks);
+    for (int r = 0; r < rows; r++) {
+        const Source* from = (const Source*)find_row(matrix, t * KV_TILE + r, int64_t(sizeof(Source)) * blocks);
+        for (int b = 0; b < blocks; b++) place(from[b], tile[b], r);
     }
 }
 
 template <class Value>
-void pack_dense(const void* source, int32_t rows, int32_t columns, void* packed) {
-    const int tiles = (rows + KV_TILE - 1) / KV_TILE;
-    std::memset(packed, 0, sizeof(Value) * int64_t(tiles) * KV_TILE * columns);
-    for (int row = 0; row < rows; row++) {
-        const Value* from = (const Value*)source + int64_t(row) * columns;
-        Value* to = (Value*)packed + int64_t(row / KV_TILE) * KV_TILE * columns + row % KV_TILE;
-        for (int c = 0; c < columns; c++) to[int64_t(c) * KV_TILE] = from[c];
+void pack_dense(const KvPacking& matrix, int64_t t, int rows) {
+    Value* tile = (Value*)matrix.packed + t * KV_TILE * matrix.columns;
+    if (rows < KV_TILE) std::memset(tile, 0, sizeof(Value) * KV_TILE * matrix.columns);
+    for (int r = 0; r < rows; r++) {
+        const Value* from = (const Value*)find_row(matrix, t * KV_TILE + r, int64_t(sizeof(Value)) * matrix.columns);
+        for (int c = 0; c < matrix.columns; c++) tile[int64_t(c) * KV_TILE + r] = from[c];
     }
 }
+
+struct Format {
+    TileShape tile;
+    PackTile pack;
+};
+
+template <int columns, class Source, class Tile>
+constexpr Format blocks_of() {
+    return {{columns, sizeof(Tile)}, pack_blocks<columns, Source, Tile>};
+}
+template <class Value>
+constexpr Format numbers_of() {
+    return {{KV_GROUP, sizeof(TileDense<Value>)}, pack_dense<Value>};
+}
+
+const Format FORMATS[KV_NUM_FORMATS] = {
+    numbers_of<float>(),
+    numbers_of<uint16_t>(),
+    numbers_of<uint16_t>(),
+    blocks_of<KV_GROUP, SourceQ4_0, TileQ4_0>(),
+    blocks_of<KV_GROUP, SourceQ4_1, TileQ4_1>(),
+    blocks_of<KV_GROUP, SourceQ5_0, TileQ5_0>(),
+    blocks_of<KV_GROUP, SourceQ5_1, TileQ5_1>(),
+    blocks_of<KV_GROUP, SourceQ8_0, TileQ8_0>(),
+    blocks_of<BLOCK, SourceQ2K, TileQ2K>(),
+    blocks_of<BLOCK, SourceQ3K, TileQ3K>(),
+    blocks_of<BLOCK, SourceQ4K, TileQ4K>(),
+    blocks_of<BLOCK, SourceQ5K, TileQ5K>(),
+    blocks_of<BLOCK, SourceQ6K, TileQ6K>(),
+    blocks_of<KV_GROUP, SourceQ4_0, TileIQ4NL>(),
+    blocks_of<BLOCK, SourceIQ4XS, TileIQ4XS>(),
+    blocks_of<KV_GROUP, SourceMXFP4, TileMXFP4>(),
+};
 
 }  // namespace
 
 TileShape tile_shape(int32_t format) {
-    switch (format) {
-        case KV_Q4_F16: return {KV_GROUP, sizeof(TileQ4<Half>)};
-        case KV_Q4_F32: return {KV_GROUP, sizeof(TileQ4<float>)};
-        case KV_Q4_0: return {KV_GROUP, sizeof(TileQ4_0)};
-        case KV_Q5_0: return {KV_GROUP, sizeof(TileQ5_0)};
-        case KV_Q5_1: return {KV_GROUP, sizeof(TileQ5_1)};
-        case KV_MXFP4: return {KV_GROUP, sizeof(TileMXFP4)};
-        case KV_Q8_F16: return {KV_GROUP, sizeof(TileQ8<Half>)};
-        case KV_Q8_F32: return {KV_GROUP, sizeof(TileQ8<float>)};
-        case KV_Q8_MIN_F32: return {KV_GROUP, sizeof(TileQ8Min)};
-        case KV_IQ4_NL: return {KV_GROUP, sizeof(TileIQ4NL)};
-        case KV_DENSE_F32: return {KV_GROUP, sizeof(TileDense<float>)};
-        case KV_DENSE_F16:
-        case KV_DENSE_BF16: return {KV_GROUP, sizeof(TileDense<uint16_t>)};
-        case KV_Q2_K: return {BLOCK, sizeof(TileQ2K)};
-        case KV_Q3_K: return {BLOCK, sizeof(TileQ3K)};
-        case KV_Q4_K: return {BLOCK, sizeof(TileQ4K)};
-        case KV_Q5_K: return {BLOCK, sizeof(TileQ5K)};
-        case KV_Q6_K: return {BLOCK, sizeof(TileQ6K)};
-        case KV_IQ4_XS: return {BLOCK, sizeof(TileIQ4XS)};
-        default: return {KV_GROUP, 0};
-    }
+    return format >= 0 && format < KV_NUM_FORMATS ? FORMATS[format].tile : TileShape{KV_GROUP, 0};
 }
 
-bool is_dense(int32_t format) {
-    return format == KV_DENSE_F32 || format == KV_DENSE_F16 || format == KV_DENSE_BF16;
-}
+bool is_dense(int32_t format) { return format == KV_F32 || format == KV_F16 || format == KV_BF16; }
 
 bool multiplies_bytes(int32_t format) {
     switch (format) {
-        case KV_Q4_F16:
-        case KV_Q4_F32:
         case KV_Q4_0:
+        case KV_Q4_1:
         case KV_Q5_0:
         case KV_Q5_1:
         case KV_MXFP4:
@@ -272,89 +300,32 @@ bool multiplies_bytes(int32_t format) {
 
 extern "C" {
 
-int64_t kv_packed_bytes(int32_t format, int32_t rows, int32_t columns) {
+int64_t kv_packed_bytes(int32_t format, int64_t rows, int32_t columns) {
     const TileShape tile = tile_shape(format);
-    if (tile.bytes == 0 || rows <= 0 || columns <= 0 || columns % tile.columns) return -1;
-    return int64_t(tile.bytes) * ((int64_t(rows) + KV_TILE - 1) / KV_TILE) * (columns / tile.columns);
+    if (tile.bytes == 0 || rows <= 0 || rows > INT32_MAX - KV_TILE || columns <= 0 || columns % tile.columns) return -1;
+    return int64_t(tile.bytes) * ((rows + KV_TILE - 1) / KV_TILE) * (columns / tile.columns);
 }
 
-int32_t kv_packed_format(int32_t source_format) {
-    switch (source_format) {
-        case KV_SOURCE_Q4_0: return KV_Q4_0;
-        case KV_SOURCE_Q4_1: return KV_Q4_F16;
-        case KV_SOURCE_Q5_0: return KV_Q5_0;
-        case KV_SOURCE_Q5_1: return KV_Q5_1;
-        case KV_SOURCE_Q8_0: return KV_Q8_F16;
-        case KV_SOURCE_F32: return KV_DENSE_F32;
-        case KV_SOURCE_F16: return KV_DENSE_F16;
-        case KV_SOURCE_BF16: return KV_DENSE_BF16;
-        case KV_SOURCE_Q2_K: return KV_Q2_K;
-        case KV_SOURCE_Q3_K: return KV_Q3_K;
-        case KV_SOURCE_Q4_K: return KV_Q4_K;
-        case KV_SOURCE_Q5_K: return KV_Q5_K;
-        case KV_SOURCE_Q6_K: return KV_Q6_K;
-        case KV_SOURCE_IQ4_NL: return KV_IQ4_NL;
-        case KV_SOURCE_IQ4_XS: return KV_IQ4_XS;
-        case KV_SOURCE_MXFP4: return KV_MXFP4;
-        default: return -1;
+int32_t kv_pack(const KvPacking* matrices, int32_t num_matrices) {
+    // Tiles are handed out a run at a time, those of all matrices together: threads wait for each other once.
+    constexpr int64_t RUN = 8;
+    std::vector<int64_t> first_run(num_matrices + 1, 0);
+    for (int32_t i = 0; i < num_matrices; i++) {
+        const int64_t rows = num_rows(matrices[i]);
+        if (kv_packed_bytes(matrices[i].format, rows, matrices[i].columns) < 0) return -1 - i;
+        first_run[i + 1] = first_run[i] + (rows + RUN * KV_TILE - 1) / (RUN * KV_TILE);
     }
-}
-
-int32_t kv_pack(int32_t source_format, const void* source, int32_t rows, int32_t columns, void* packed) {
-    const int32_t format = kv_packed_format(source_format);
-    if (kv_packed_bytes(format, rows, columns) < 0) return -1;
-    const int blocks = columns / tile_shape(format).columns;
-    switch (source_format) {
-        case KV_SOURCE_Q4_0: pack_blocks<SourceQ4_0, TileQ4_0>(source, rows, blocks, packed); return 0;
-        case KV_SOURCE_Q4_1: pack_blocks<SourceQ4_1, TileQ4<Half>>(source, rows, blocks, packed); return 0;
-        case KV_SOURCE_Q5_0: pack_blocks<SourceQ5_0, TileQ5_0>(source, rows, blocks, packed); return 0;
-        case KV_SOURCE_Q5_1: pack_blocks<SourceQ5_1, TileQ5_1>(source, rows, blocks, packed); return 0;
-        case KV_SOURCE_Q8_0: pack_blocks<SourceQ8_0, TileQ8<Half>>(source, rows, blocks, packed); return 0;
-        case KV_SOURCE_Q2_K: pack_blocks<SourceQ2K, TileQ2K>(source, rows, blocks, packed); return 0;
-        case KV_SOURCE_Q3_K: pack_blocks<SourceQ3K, TileQ3K>(source, rows, blocks, packed); return 0;
-        case KV_SOURCE_Q4_K: pack_blocks<SourceQ4K, TileQ4K>(source, rows, blocks, packed); return 0;
-        case KV_SOURCE_Q5_K: pack_blocks<SourceQ5K, TileQ5K>(source, rows, blocks, packed); return 0;
-        case KV_SOURCE_Q6_K: pack_blocks<SourceQ6K, TileQ6K>(source, rows, blocks, packed); return 0;
-        case KV_SOURCE_IQ4_NL: pack_blocks<SourceQ4_0, TileIQ4NL>(source, rows, blocks, packed); return 0;
-        case KV_SOURCE_IQ4_XS: pack_blocks<SourceIQ4XS, TileIQ4XS>(source, rows, blocks, packed); return 0;
-        case KV_SOURCE_MXFP4: pack_blocks<SourceMXFP4, TileMXFP4>(source, rows, blocks, packed); return 0;
-        case KV_SOURCE_F32: pack_dense<float>(source, rows, columns, packed); return 0;
-        case KV_SOURCE_F16:
-        case KV_SOURCE_BF16: pack_dense<uint16_t>(source, rows, columns, packed); return 0;
-        default: return -1;
-    }
-}
-
-int32_t kv_pack_codes(int32_t format, const uint8_t* codes, const float* scales, const float* minima, int32_t rows,
-                      int32_t columns, void* packed) {
-    const int64_t nbytes = kv_packed_bytes(format, rows, columns);
-    if (nbytes < 0 || (format != KV_Q4_F32 && format != KV_Q8_F32 && format != KV_Q8_MIN_F32)) return -1;
-    if ((format == KV_Q8_F32) != (minima == nullptr)) return -1;
-    std::memset(packed, 0, nbytes);
-    const int groups = columns / KV_GROUP, group_bytes = format == KV_Q4_F32 ? KV_GROUP / 2 : KV_GROUP;
-    for (int row = 0; row < rows; row++)
-        for (int g = 0; g < groups; g++) {
-            const int r = row % KV_TILE;
-            const int64_t at = int64_t(row) * groups + g, to = int64_t(row / KV_TILE) * groups + g;
-            const uint8_t* from = codes + at * group_bytes;
-            if (format == KV_Q4_F32) {
-                TileQ4<float>& tile = ((TileQ4<float>*)packed)[to];
-                uint8_t unpacked[KV_GROUP];
-                for (int c = 0; c < KV_GROUP; c++) unpacked[c] = from[c / 2] >> 4 * (c % 2) & 15;
-                tile.scale[r] = scales[at];
-                tile.minimum[r] = minima[at];
-                place_4_bits(tile.codes, r, unpacked);
-            } else if (format == KV_Q8_F32) {
-                TileQ8<float>& tile = ((TileQ8<float>*)packed)[to];
-                tile.scale[r] = scales[at];
-                place_byte_pairs(tile.bytes, r, (const int8_t*)from);
-            } else {
-                TileQ8Min& tile = ((TileQ8Min*)packed)[to];
-                tile.scale[r] = scales[at];
-                tile.minimum[r] = minima[at];
-                place_byte_pairs(tile.bytes, r, (const int8_t*)from);
-            }
+    if (first_run.back() > INT32_MAX / 2) return -1;
+    WorkQueue queue;
+    with_kernels(first_run.back() > 1, [&](const KernelTable&) {
+        int32_t i = 0;
+        for (int64_t run = queue.take(); run < first_run.back(); run = queue.take()) {
+            while (run >= first_run[i + 1]) i++;
+            const int64_t rows = num_rows(matrices[i]), first = (run - first_run[i]) * RUN;
+            for (int64_t t = first; t < first + RUN && t * KV_TILE < rows; t++)
+                FORMATS[matrices[i].format].pack(matrices[i], t, int(std::min<int64_t>(KV_TILE, rows - t * KV_TILE)));
         }
+    });
     return 0;
 }
 

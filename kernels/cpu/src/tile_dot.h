@@ -134,12 +134,9 @@ inline void byte_dot(const TwoTiles<View>& tiles, int blocks, int64_t ahead, con
             }
             KV_UNROLL
             for (int t = 0; t < 2; t++) {
-                const F8 d = views[t].scale(), m = views[t].minimum();
+                const F8 d = views[t].scale();
                 KV_UNROLL
-                for (int r = 0; r < R; r++) {
-                    acc[t][r] = fma(dots[t][r].finish() * rows.scale(r), d, acc[t][r]);
-                    if constexpr (View::HAS_MINIMUM) acc[t][r] = fma(m, rows.sum(r), acc[t][r]);
-                }
+                for (int r = 0; r < R; r++) acc[t][r] = fma(dots[t][r].finish() * rows.scale(r), d, acc[t][r]);
             }
         }
     }
@@ -212,16 +209,15 @@ inline void dequantize_group(const View& view, int r, float* out) {
     if constexpr (View::KIND == ViewKind::DENSE) {
         for (int c = 0; c < KV_GROUP; c++) out[c] = scale_at(view.column(c) + r);
     } else if constexpr (View::KIND == ViewKind::BYTES) {
-        float scale[KV_TILE], minimum[KV_TILE];
+        float scale[KV_TILE];
         view.scale().store(scale);
-        view.minimum().store(minimum);
         for (int s = 0; s < 8; s++) {
             BytePairs pairs[2];
             view.pairs(s, pairs[0], pairs[1]);
             int16_t numbers[2][16];
             for (int half = 0; half < 2; half++) store(pairs[half], numbers[half]);
             for (int c = 0; c < 4; c++)
-                out[16 * (c / 2) + 2 * s + c % 2] = scale[r] * float(numbers[c / 2][2 * r + c % 2]) + minimum[r];
+                out[16 * (c / 2) + 2 * s + c % 2] = scale[r] * float(numbers[c / 2][2 * r + c % 2]);
         }
     } else {
         Codes w[8];

@@ -27,9 +27,8 @@ struct TileQ5_0 {  // value = scale * (code - 16)
     Half scale[KV_TILE];
     uint8_t low[NIBBLE_PLANE], high[ONE_BIT_PLANE];
 };
-template <class Scale>
-struct TileQ4 {  // value = scale * code + minimum
-    Scale scale[KV_TILE], minimum[KV_TILE];
+struct TileQ4_1 {  // value = scale * code + minimum
+    Half scale[KV_TILE], minimum[KV_TILE];
     uint8_t codes[NIBBLE_PLANE];
 };
 struct TileQ5_1 {  // likewise
@@ -42,14 +41,8 @@ struct TileMXFP4 {  // value = scale * (the 4-bit float that the code names, dou
 };
 
 // value = scale * byte; byte 16 s + 2 r + j is row r's column 2 s + j.
-template <class Scale>
-struct TileQ8 {
-    Scale scale[KV_TILE];
-    int8_t bytes[KV_GROUP * KV_TILE];
-};
-// value = scale * byte + minimum
-struct TileQ8Min {
-    float scale[KV_TILE], minimum[KV_TILE];
+struct TileQ8_0 {
+    Half scale[KV_TILE];
     int8_t bytes[KV_GROUP * KV_TILE];
 };
 // value = scale * (the number that the code names); byte 16 s + 2 r + j holds row r's column

@@ -55,12 +55,11 @@ struct CodeView {
     CodeView(const Tile& from, int group) : tile(from), g(group) {}
 };
 
-template <class Scale>
-struct Q4View : CodeView<TileQ4<Scale>, 1, 4, false> {
-    using CodeView<TileQ4<Scale>, 1, 4, false>::CodeView;
-    void codes(Codes (&out)[8]) const { load_nibbles(this->tile.codes, out); }
-    F8 scale(int) const { return F8::load(this->tile.scale); }
-    F8 minimum(int, F8) const { return F8::load(this->tile.minimum); }
+struct Q4_1View : CodeView<TileQ4_1, 1, 4, false> {
+    using CodeView::CodeView;
+    void codes(Codes (&out)[8]) const { load_nibbles(tile.codes, out); }
+    F8 scale(int) const { return F8::load(tile.scale); }
+    F8 minimum(int, F8) const { return F8::load(tile.minimum); }
 };
 struct Q4_0View : CodeView<TileQ4_0, 1, 4, false> {
     using CodeView::CodeView;
@@ -150,53 +149,39 @@ struct Q6KView : CodeView<TileQ6K, BLOCK_GROUPS, 6, true> {
     F8 minimum(int, F8 scale) const { return scale * F8::set1(-32.0f); }
 };
 
-// Views of BYTES multiply signed bytes: value = scale * byte, plus minimum where HAS_MINIMUM. `pairs` gives
-// columns 2 s, 2 s + 1 and 16 + 2 s, 16 + 2 s + 1.
-template <class TileType, int groups, bool has_minimum>
+// Views of BYTES multiply signed bytes: value = scale * byte. `pairs` gives columns 2 s, 2 s + 1 and
+// 16 + 2 s, 16 + 2 s + 1.
+template <class TileType, int groups>
 struct ByteView {
     using Tile = TileType;
     static constexpr int GROUPS = groups;
-    static constexpr bool HAS_MINIMUM = has_minimum;
     static constexpr ViewKind KIND = ViewKind::BYTES;
     const Tile& tile;
     const int g;
     ByteView(const Tile& from, int group) : tile(from), g(group) {}
 };
 
-template <class Scale>
-struct Q8View : ByteView<TileQ8<Scale>, 1, false> {
-    using ByteView<TileQ8<Scale>, 1, false>::ByteView;
-    void pairs(int s, BytePairs& first, BytePairs& second) const {
-        first = load_byte_pairs(this->tile.bytes + 16 * s);
-        second = load_byte_pairs(this->tile.bytes + 16 * (s + 8));
-    }
-    F8 scale() const { return F8::load(this->tile.scale); }
-    F8 minimum() const { return F8::zero(); }
-};
-struct Q8MinView : ByteView<TileQ8Min, 1, true> {
+struct Q8_0View : ByteView<TileQ8_0, 1> {
     using ByteView::ByteView;
     void pairs(int s, BytePairs& first, BytePairs& second) const {
         first = load_byte_pairs(tile.bytes + 16 * s);
         second = load_byte_pairs(tile.bytes + 16 * (s + 8));
     }
     F8 scale() const { return F8::load(tile.scale); }
-    F8 minimum() const { return F8::load(tile.minimum); }
 };
-struct IQ4NLView : ByteView<TileIQ4NL, 1, false> {
+struct IQ4NLView : ByteView<TileIQ4NL, 1> {
     using ByteView::ByteView;
     void pairs(int s, BytePairs& first, BytePairs& second) const {
         look_up_pairs(tile.codes + 16 * s, IQ4_VALUES, first, second);
     }
     F8 scale() const { return F8::load(tile.scale); }
-    F8 minimum() const { return F8::zero(); }
 };
-struct IQ4XSView : ByteView<TileIQ4XS, BLOCK_GROUPS, false> {
+struct IQ4XSView : ByteView<TileIQ4XS, BLOCK_GROUPS> {
     using ByteView::ByteView;
     void pairs(int s, BytePairs& first, BytePairs& second) const {
         look_up_pairs(tile.codes[g] + 16 * s, IQ4_VALUES, first, second);
     }
     F8 scale() const { return F8::load(tile.d) * F8::load(tile.scales[g]); }
-    F8 minimum() const { return F8::zero(); }
 };
 
 template <class Value>
