@@ -64,7 +64,7 @@ class BuildNative(build_ext):
         # The portable objects come first: of an inline function that several objects
         # hold, the linker keeps the first, and that one must run on every processor.
         work = [("isa_kernels.cpp", [], [("KV_ISA", "kv_portable")], "portable")]
-        work += [(name, [], have, "common") for name in ("program.cpp", "sampling.cpp", "pack.cpp", "threads.cpp")]
+        work += [(name, [], have, "common") for name in ("program.cpp", "check.cpp", "sampling.cpp", "pack.cpp", "threads.cpp")]
         work += [("isa_kernels.cpp", flags, [("KV_ISA", f"kv_{name}")], name) for name, flags in usable.items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the kernels of each set take most of a minute
             objects = [made for part in pool.map(lambda item: compile_source(*item), work) for made in part]

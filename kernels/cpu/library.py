@@ -234,9 +234,10 @@ _SIGNATURES = {
     "kv_packed_bytes": (c_int64, [c_int32, c_int64, c_int32]),
     "kv_pack": (c_int32, [POINTER(Packing), c_int32]),
     "kv_dequantize": (c_int32, [POINTER(Weight), c_int32, c_int32, c_void_p]),
-    "kv_run": (c_int32, [POINTER(Op), c_int32, POINTER(Batch)]),
+    "kv_check": (c_int32, [POINTER(Op), c_int32]),
+    "kv_run": (None, [POINTER(Op), c_int32, POINTER(Batch)]),
     "kv_matmul": (c_int32, [POINTER(Weight), c_int32, c_void_p, c_int32, c_void_p, c_void_p]),
-    "kv_run_profiled": (c_int32, [POINTER(Op), c_int32, POINTER(Batch), c_void_p]),
+    "kv_run_profiled": (None, [POINTER(Op), c_int32, POINTER(Batch), c_void_p]),
     "kv_adjust_logits": (c_int32, [POINTER(Adjustment)]),
     "kv_sample": (c_int32, [POINTER(Sampling)]),
 }

@@ -258,14 +258,13 @@ class Program:
         Raises `NativeLibraryError` naming the operation that the library refuses.
         """
         ops, count = self._part(batch, first, end)
-        self._raise_for(load().kv_run(ops, count, ctypes.byref(batch.struct)), first)
+        load().kv_run(ops, count, ctypes.byref(batch.struct))
 
     def run_profiled(self, batch: StepBatch, first: int = 0, end: int | None = None) -> torch.Tensor:
         """As `run`; returns nanoseconds of each of these operations, int64."""
         ops, count = self._part(batch, first, end)
         nanoseconds = torch.zeros(count, dtype=torch.int64)
-        code = load().kv_run_profiled(ops, count, ctypes.byref(batch.struct), nanoseconds.data_ptr())
-        self._raise_for(code, first)
+        load().kv_run_profiled(ops, count, ctypes.byref(batch.struct), nanoseconds.data_ptr())
         return nanoseconds
 
     def seconds_by_kind(self, nanoseconds: torch.Tensor, first: int = 0) -> dict[str, float]:
@@ -282,14 +281,16 @@ class Program:
         count = (len(self.ops) if end is None else end) - first
         return ctypes.byref(self._compiled()[first]), count
 
-    def _raise_for(self, code: int, first: int) -> None:
-        if code != 0:
-            kind = OpKind(self.ops[first - 1 - code].kind).name.lower()
-            raise NativeLibraryError(f"the native kernels refuse operation {-1 - code} ({kind}): shape not supported")
-
     def _compiled(self) -> ctypes.Array[Op]:
         if self._array is None:
-            self._array = (Op * len(self.ops))(*self.ops)
+            array = (Op * len(self.ops))(*self.ops)
+            code = load().kv_check(array, len(array))
+            if code != 0:
+                kind = OpKind(self.ops[-1 - code].kind).name.lower()
+                raise NativeLibraryError(
+                    f"the native kernels refuse operation {-1 - code} ({kind}): shape not supported"
+                )
+            self._array = array
         return self._array
 
     def _add(

@@ -276,3 +276,33 @@ def test_no_operation_begins_before_the_one_in_front_of_it_is_over() -> None:
         library.set_num_threads(1)
     assert all(torch.equal(result, results[0]) for result in results)
     assert results[0].isfinite().all() and results[0].std() > 0
+
+
+def test_threads_that_come_late_find_their_own_run_only() -> None:
+    """Short runs of changing programs, with more threads than there are cores."""
+    chains = []
+    for out_features, length in ((16, 1), (200, 6)):
+        weight, _ = random_weight(WeightFormat.Q8_0, out_features, 2)
+        program = Program(max_rows=2)
+        x, out = program.floats(64), program.floats(out_features)
+        activation = program.activation(weight.activation(), 64)
+        x.normal_()
+        for _ in range(length):
+            program.quantize(x, activation)
+            program.matmul(activation, weight, out, Epilogue.ADD)
+        chains.append((program, out))
+    batch = StepBatch.of_rows(2)
+    expected = []
+    for program, out in chains:
+        out.zero_()
+        program.run(batch)
+        expected.append(out.clone())
+    try:
+        library.set_num_threads(7)
+        for _ in range(150):
+            for (program, out), right in zip(chains, expected):
+                out.zero_()
+                program.run(batch)
+                assert torch.equal(out, right)
+    finally:
+        library.set_num_threads(1)

@@ -54,6 +54,12 @@ inline bool is_paired(const KvOp& op) {
     return op.epilogue == KV_SWIGLU || op.epilogue == KV_GEGLU || op.epilogue == KV_CLAMPED_SWIGLU;
 }
 
+// Query rows of one part, of the heads that share a KV head together.
+constexpr int MAX_QUERIES = 32;
+constexpr int MAX_NORMED = 16384;
+
+bool valid_weight(const KvWeight* weight);
+
 struct KernelTable {
     const char* name;
     void (*embed)(const KvOp&, const KvBatch&, WorkQueue&);

@@ -246,11 +246,12 @@ KV_EXPORT int64_t kv_packed_bytes(int32_t format, int64_t rows, int32_t columns)
 KV_EXPORT int32_t kv_pack(const KvPacking* matrices, int32_t num_matrices);
 // Writes weight rows first..first+count as float [count][columns].
 KV_EXPORT int32_t kv_dequantize(const KvWeight* weight, int32_t first, int32_t count, float* out);
-// Runs the operations in order. Calls from several threads take turns.
 // Returns 0, or -1 - i when operation i asks for something that this library does not do.
-KV_EXPORT int32_t kv_run(const KvOp* ops, int32_t num_ops, const KvBatch* batch);
+KV_EXPORT int32_t kv_check(const KvOp* ops, int32_t num_ops);
+// Runs operations that were checked, in order. Calls from several threads take turns.
+KV_EXPORT void kv_run(const KvOp* ops, int32_t num_ops, const KvBatch* batch);
 // The same, adding the nanoseconds each operation took to nanoseconds[num_ops].
-KV_EXPORT int32_t kv_run_profiled(const KvOp* ops, int32_t num_ops, const KvBatch* batch, int64_t* nanoseconds);
+KV_EXPORT void kv_run_profiled(const KvOp* ops, int32_t num_ops, const KvBatch* batch, int64_t* nanoseconds);
 // out [num_rows][rows] = x [num_rows][columns] @ weight.T + bias or NULL, x quantised to `activation` on the way.
 // Returns 0, or -1 for what this library does not do.
 KV_EXPORT int32_t kv_matmul(const KvWeight* weight, int32_t activation, const float* x, int32_t num_rows,

@@ -20,8 +20,6 @@ namespace {
 // Fixed, whatever the batch and the number of threads: the order of summation, and so
 // a token's result, must not depend on its neighbours.
 constexpr int KEYS_PER_SPLIT = 256;
-constexpr int MAX_QUERIES = 32;
-constexpr int MAX_NORMED = 16384;
 
 bool supported([[maybe_unused]] const char* name) {
 #if defined(__aarch64__) && defined(__linux__)
@@ -64,22 +62,6 @@ struct AttentionPlan {
     }
 };
 
-// Buffers whose memory is kept from run to run.
-struct Runtime {
-    std::mutex mutex;
-    ThreadPool pool;
-    const KernelTable* kernels = usable_tables().front();
-    std::deque<AttentionPlan> plans;
-    std::vector<WorkQueue> queues;
-    std::vector<int16_t> activation;  // of a matrix product that is not part of a program
-    std::vector<float> scales;
-};
-
-Runtime& runtime() {
-    static Runtime instance;
-    return instance;
-}
-
 void make_plan(AttentionPlan& plan, const KvAttentionSpec& spec, const KvBatch& batch) {
     plan.num_heads = spec.num_heads;
     plan.num_kv_heads = spec.num_kv_heads;
@@ -108,60 +90,6 @@ void make_plan(AttentionPlan& plan, const KvAttentionSpec& spec, const KvBatch& 
         if (item.num_splits == 1) continue;
         item.partial = next;
         next += int64_t(item.num_rows) * group * (2 + spec.head_dim);
-    }
-}
-
-bool valid_weight(const KvWeight* w) {
-    return w && w->data && kv_packed_bytes(w->format, w->rows, w->columns) > 0;
-}
-
-bool valid_matmul(const KvOp& op, const KvWeight* weight) {
-    if (!valid_weight(weight) || op.activation->columns != weight->columns) return false;
-    const int format = weight->format, kind = op.activation->kind;
-    if (!is_dense(format) && !(op.activation->scales && op.activation->scaled_sums)) return false;
-    const bool readable = is_dense(format)           ? kind == KV_ACT_F32
-                          : multiplies_bytes(format) ? kind == KV_ACT_INT8 || kind == KV_ACT_BYTE_PAIR
-                                                     : kind == KV_ACT_INT16;
-    return readable && !(is_paired(op) && weight->rows % (2 * KV_TILE));
-}
-
-bool valid_routing(const KvRouting* r) {
-    return r && r->num_experts > 0 && r->num_chosen > 0 && r->num_chosen <= r->num_experts && r->first_share &&
-           r->shares && r->places && r->weights;
-}
-
-bool valid(const KvOp& op) {
-    switch (op.kind) {
-        case KV_OP_EMBED: return valid_weight(op.weight) && op.output;
-        case KV_OP_NORM:
-        case KV_OP_QUANTIZE:
-        case KV_OP_GATHER:
-            if (!op.input || op.columns <= 0 || op.columns % KV_GROUP) return false;
-            if (op.kind == KV_OP_NORM && op.columns > MAX_NORMED) return false;
-            if (op.kind == KV_OP_GATHER && !valid_routing(op.routing)) return false;
-            return op.activation ? op.activation->columns == op.columns : op.kind == KV_OP_NORM && op.output;
-        case KV_OP_MATMUL: return op.activation && op.output && valid_matmul(op, op.weight);
-        case KV_OP_EXPERT_MATMUL:
-            if (!op.activation || !op.output || !op.weight || !valid_routing(op.routing)) return false;
-            for (int e = 0; e < op.routing->num_experts; e++)
-                if (!valid_matmul(op, op.weight + e) || op.weight[e].rows != op.weight->rows) return false;
-            return true;
-        case KV_OP_ROUTE: return op.input && valid_routing(op.routing);
-        case KV_OP_COMBINE:
-            return op.input && op.output && op.columns > 0 && op.columns % 8 == 0 && valid_routing(op.routing);
-        case KV_OP_ROPE_KV:
-        case KV_OP_ATTENTION: {
-            const KvAttentionSpec* a = op.attention;
-            return a && a->num_kv_heads > 0 && a->num_heads % a->num_kv_heads == 0 &&
-                   a->num_heads / a->num_kv_heads <= MAX_QUERIES && a->head_dim % 8 == 0 && a->head_dim <= 256 &&
-                   a->rotary_dim % 2 == 0 && a->rotary_dim >= 0 && a->rotary_dim <= a->head_dim &&
-                   (a->rotary_dim == 0 || (a->cos && a->sin)) && a->block_size > 0 && a->block_size % 8 == 0 &&
-                   a->block_size <= 64 && 64 % a->block_size == 0 && a->keys && a->values &&
-                   (a->cache_kind != KV_CACHE_INT8 || (a->key_scales && a->value_scales)) && op.output &&
-                   (op.kind == KV_OP_ROPE_KV || op.input);
-        }
-        case KV_OP_SELECT: return op.input && op.output && op.columns > 0;
-        default: return false;
     }
 }
 
@@ -232,26 +160,31 @@ class Stopwatch {
     Clock::time_point before_;
 };
 
-// All threads share a step's work; what is one thread's is done by the last that leaves the step before. A thread
-// whose core another program has borrowed holds up the others only if it was in the middle of a chunk.
-void run_steps(Runtime& rt, const std::vector<Step>& steps, const KvBatch& batch, int64_t* nanoseconds) {
-    Stopwatch stopwatch(nanoseconds);
-    const auto run_alone = [&](size_t i) {
+// A run of a list of operations. All threads share a step's work; what is one thread's is done by the last that
+// leaves the step before. A thread whose core another program has borrowed holds up the others only if it was in the
+// middle of a chunk: who finds the run over when it comes back, leaves it without having touched anything else.
+struct StepRun {
+    std::vector<Step> steps;
+    std::vector<WorkQueue> queues;
+    const KernelTable* kernels = nullptr;
+    const KvBatch* batch = nullptr;
+    Stopwatch stopwatch{nullptr};
+    std::atomic<size_t> current{0};
+    Job job{[this] { work(); }};
+
+    size_t run_alone(size_t i) {
         for (; i < steps.size() && steps[i].alone; i++) {
-            run_step(*rt.kernels, steps[i], batch);
+            run_step(*kernels, steps[i], *batch);
             stopwatch.stop(steps[i]);
         }
         return i;
-    };
-    stopwatch.start();
-    const size_t first = run_alone(0);
-    if (first == steps.size()) return;
-    std::atomic<size_t> current{first};
-    rt.pool.run([&](int) {
-        for (size_t i = first; i < steps.size(); i = current.load(std::memory_order_acquire)) {
+    }
+
+    void work() {
+        for (size_t i; (i = current.load(std::memory_order_acquire)) < steps.size();) {
             WorkQueue& queue = *steps[i].queues;
             if (queue.enter()) {
-                run_step(*rt.kernels, steps[i], batch);
+                run_step(*kernels, steps[i], *batch);
                 if (queue.leave()) {
                     stopwatch.stop(steps[i]);
                     current.store(run_alone(i + 1), std::memory_order_release);
@@ -260,17 +193,36 @@ void run_steps(Runtime& rt, const std::vector<Step>& steps, const KvBatch& batch
             }
             spin_until([&] { return current.load(std::memory_order_acquire) != i; });
         }
-    });
+    }
+};
+
+// Buffers whose memory is kept from run to run. Runs take turns, so that a thread may still be leaving the last one.
+struct Runtime {
+    std::mutex mutex;
+    const KernelTable* kernels = usable_tables().front();
+    std::deque<AttentionPlan> plans;
+    StepRun runs[2];
+    int turn = 0;
+    Job shared;                       // for work that is no list of operations
+    std::vector<int16_t> activation;  // of a matrix product that is not part of a program
+    std::vector<float> scales;
+    ThreadPool pool;  // its threads end before what they work on
+};
+
+Runtime& runtime() {
+    static Runtime instance;
+    return instance;
 }
 
-// The caller holds the runtime's mutex.
-int32_t run(const KvOp* ops, int32_t num_ops, const KvBatch& batch, int64_t* nanoseconds) {
+// The caller holds the runtime's mutex and has checked the operations.
+void run(const KvOp* ops, int32_t num_ops, const KvBatch& batch, int64_t* nanoseconds) {
     Runtime& rt = runtime();
+    StepRun& current = rt.runs[rt.turn ^= 1];
+    current.job.settle();
     size_t num_plans = 0, queues = 0;
-    std::vector<Step> steps;
-    steps.reserve(num_ops + 64);
+    std::vector<Step>& steps = current.steps;
+    steps.clear();
     for (int32_t i = 0; i < num_ops; i++) {
-        if (!valid(ops[i])) return -1 - i;
         Step step{&ops[i], i, nullptr, false, nullptr, is_done_alone(ops[i], batch)};
         if (ops[i].kind == KV_OP_ATTENTION) {
             const KvAttentionSpec& spec = *ops[i].attention;
@@ -291,15 +243,20 @@ int32_t run(const KvOp* ops, int32_t num_ops, const KvBatch& batch, int64_t* nan
         steps.push_back(step);
     }
     for (const Step& step : steps) queues += num_queues(*step.op);
-    if (rt.queues.size() < queues) rt.queues = std::vector<WorkQueue>(queues);
-    WorkQueue* next = rt.queues.data();
+    if (current.queues.size() < queues) current.queues = std::vector<WorkQueue>(queues);
+    WorkQueue* next = current.queues.data();
     for (size_t i = 0; i < queues; i++) next[i].reset(rt.pool.size());
     for (Step& step : steps) {
         step.queues = next;
         next += num_queues(*step.op);
     }
-    run_steps(rt, steps, batch, nanoseconds);
-    return 0;
+    current.kernels = rt.kernels;
+    current.batch = &batch;
+    current.stopwatch = Stopwatch(nanoseconds);
+    current.stopwatch.start();
+    const size_t first = current.run_alone(0);
+    current.current.store(first, std::memory_order_relaxed);
+    if (first < steps.size()) rt.pool.run(current.job);
 }
 
 }  // namespace
@@ -309,7 +266,7 @@ void with_kernels(bool on_all_threads, const std::function<void(const KernelTabl
     const std::lock_guard<std::mutex> turn(rt.mutex);
     const KernelTable& kernels = *rt.kernels;
     if (on_all_threads)
-        rt.pool.run([&](int) { work(kernels); });
+        rt.pool.run_to_the_end(rt.shared, [&] { work(kernels); });
     else
         work(kernels);
 }
@@ -354,14 +311,14 @@ int32_t kv_dequantize(const KvWeight* weight, int32_t first, int32_t count, floa
     return 0;
 }
 
-int32_t kv_run(const KvOp* ops, int32_t num_ops, const KvBatch* batch) {
+void kv_run(const KvOp* ops, int32_t num_ops, const KvBatch* batch) {
     const std::lock_guard<std::mutex> turn(runtime().mutex);
-    return run(ops, num_ops, *batch, nullptr);
+    run(ops, num_ops, *batch, nullptr);
 }
 
-int32_t kv_run_profiled(const KvOp* ops, int32_t num_ops, const KvBatch* batch, int64_t* nanoseconds) {
+void kv_run_profiled(const KvOp* ops, int32_t num_ops, const KvBatch* batch, int64_t* nanoseconds) {
     const std::lock_guard<std::mutex> turn(runtime().mutex);
-    return run(ops, num_ops, *batch, nanoseconds);
+    run(ops, num_ops, *batch, nanoseconds);
 }
 
 int32_t kv_matmul(const KvWeight* weight, int32_t activation, const float* x, int32_t num_rows, const float* bias,
@@ -395,7 +352,8 @@ int32_t kv_matmul(const KvWeight* weight, int32_t activation, const float* x, in
         ops[1].activation = &buffer;
         KvBatch batch{};
         batch.num_rows = std::min(most, num_rows - first);
-        if (run(ops + plain, 2 - plain, batch, nullptr) != 0) return -1;
+        if (kv_check(ops + plain, 2 - plain) != 0) return -1;
+        run(ops + plain, 2 - plain, batch, nullptr);
     }
     return 0;
 }

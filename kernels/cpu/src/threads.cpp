@@ -22,25 +22,33 @@ void ThreadPool::resize(int num_threads) {
     workers_.clear();
     stop_.store(false);
     const uint32_t seen = generation_.load();
-    for (int i = 1; i < num_threads; i++) workers_.emplace_back([this, i, seen] { worker(i, seen); });
+    for (int i = 1; i < num_threads; i++) workers_.emplace_back([this, seen] { worker(seen); });
 }
 
-void ThreadPool::run(const std::function<void(int)>& work) {
-    work_ = &work;
-    unfinished_.store(int32_t(workers_.size()), std::memory_order_relaxed);
+void ThreadPool::run(Job& job) {
+    job.begin();
+    job_.store(&job, std::memory_order_release);
     generation_.fetch_add(1, std::memory_order_release);
     generation_.notify_all();
-    work(0);
-    spin_until([&] { return unfinished_.load(std::memory_order_acquire) == 0; });
+    job.work_();
+    job.end();
 }
 
-void ThreadPool::worker(int number, uint32_t seen) {
+void ThreadPool::run_to_the_end(Job& job, std::function<void()> work) {
+    job.work_ = std::move(work);
+    run(job);
+    job.settle();
+}
+
+void ThreadPool::worker(uint32_t seen) {
     for (;;) {
         for (int i = 0; i < SPINS && generation_.load(std::memory_order_acquire) == seen; i++) pause_briefly();
         generation_.wait(seen, std::memory_order_acquire);
         seen = generation_.load(std::memory_order_acquire);
         if (stop_.load(std::memory_order_acquire)) return;
-        (*work_)(number);
-        unfinished_.fetch_sub(1, std::memory_order_acq_rel);
+        Job* job = job_.load(std::memory_order_acquire);
+        if (!job->enter()) continue;
+        job->work_();
+        job->leave();
     }
 }

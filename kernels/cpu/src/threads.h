@@ -1,4 +1,4 @@
-// A pool that runs one function on all its threads, the caller among them.
+// A pool that runs one job on all its threads, the caller among them.
 #pragma once
 
 #include <atomic>
@@ -25,20 +25,48 @@ void spin_until(Condition done) {
     }
 }
 
+// What the threads of a pool do together. A job outlives the pool: threads that come when it is over look at it, and
+// turn back. Those that are in it then are not waited for, except by `settle`.
+class Job {
+  public:
+    explicit Job(std::function<void()> work = {}) : work_(std::move(work)) {}
+    // Waits for threads that are still leaving. What the work reads may be changed between this and the next run.
+    void settle() const {
+        spin_until([&] { return (presence_.load(std::memory_order_acquire) & ~OVER) == 0; });
+    }
+
+  private:
+    friend class ThreadPool;
+    static constexpr uint32_t OVER = uint32_t(1) << 31;
+
+    bool enter() {
+        if (!(presence_.fetch_add(1, std::memory_order_acq_rel) & OVER)) return true;
+        leave();
+        return false;
+    }
+    void leave() { presence_.fetch_sub(1, std::memory_order_acq_rel); }
+    void begin() { presence_.fetch_and(~OVER, std::memory_order_acq_rel); }
+    void end() { presence_.fetch_or(OVER, std::memory_order_acq_rel); }
+
+    std::function<void()> work_;
+    std::atomic<uint32_t> presence_{OVER};  // the number of threads in it
+};
+
 class ThreadPool {
   public:
     ~ThreadPool() { resize(1); }
     void resize(int num_threads);
     int size() const { return 1 + int(workers_.size()); }
-    // Calls work(thread number) on every thread and returns when all are done.
-    void run(const std::function<void(int)>& work);
+    // Calls the job's work on this thread, and on each that comes before it returns here. A settled job only.
+    void run(Job& job);
+    // The same for other work, after which no thread is in it.
+    void run_to_the_end(Job& job, std::function<void()> work);
 
   private:
-    void worker(int number, uint32_t seen);
+    void worker(uint32_t seen);
 
     std::vector<std::thread> workers_;
-    const std::function<void(int)>* work_ = nullptr;
+    std::atomic<Job*> job_{nullptr};
     std::atomic<uint32_t> generation_{0};
-    std::atomic<int32_t> unfinished_{0};
     std::atomic<bool> stop_{false};
 };

@@ -153,8 +153,13 @@ void check_weights() {
 // ---------------------------------------------------------------- operations
 
 void run(const std::string& name, const std::vector<KvOp>& ops, const KvBatch& batch) {
-    const int32_t code = kv_run(ops.data(), int32_t(ops.size()), &batch);
-    if (code != 0) std::printf("%s: operation %d is refused\n", name.c_str(), -1 - code), num_failed++;
+    const int32_t code = kv_check(ops.data(), int32_t(ops.size()));
+    if (code != 0) {
+        std::printf("%s: operation %d is refused\n", name.c_str(), -1 - code);
+        num_failed++;
+        return;
+    }
+    kv_run(ops.data(), int32_t(ops.size()), &batch);
 }
 
 KvBatch rows_only(int32_t rows) {
@@ -442,6 +447,28 @@ void check_sampling() {
     }
 }
 
+// Short runs of changing lists with more threads than cores: many threads come when a run is over, or leave it late.
+void check_late_threads() {
+    const Packed small = pack(SOURCES[1], 16, 64), large = pack(SOURCES[4], 200, 96);
+    const std::vector<float> x = normal(3 * 96);
+    const auto products = [&](const KvWeight& weight, KvActivation activation) {
+        std::vector<float> out(3 * size_t(weight.rows));
+        kv_matmul(&weight, activation, x.data(), 3, nullptr, out.data());
+        return out;
+    };
+    kv_set_num_threads(1);
+    const std::vector<float> first = products(small.weight, KV_ACT_INT8), second = products(large.weight, KV_ACT_INT16);
+    kv_set_num_threads(6);
+    int wrong = 0;
+    for (int i = 0; i < 400; i++) {
+        wrong += products(small.weight, KV_ACT_INT8) != first;
+        wrong += products(large.weight, KV_ACT_INT16) != second;
+        if (i % 10 == 0) pack(SOURCES[9], 200, 256);
+    }
+    num_checked++;
+    if (wrong) std::printf("%d of 800 runs of changing lists went wrong\n", wrong), num_failed++;
+}
+
 }  // namespace
 
 int main(int num_arguments, char**) {
@@ -454,6 +481,7 @@ int main(int num_arguments, char**) {
     check_all_attention();
     check_experts();
     check_sampling();
+    check_late_threads();
     kv_set_num_threads(1);
     std::printf("%d comparisons of %s, %d failed\n", num_checked, kv_instruction_sets(), num_failed);
     return num_failed || !num_checked;
