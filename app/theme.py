@@ -99,6 +99,11 @@ class Theme:
     font_size: int = DEFAULT_FONT_SIZE
 
     @property
+    def disabled(self) -> str:
+        """The colour of text that cannot be used now."""
+        return mix(self.surface, self.text, 0.42)
+
+    @property
     def font_size_small(self) -> int:
         return self.font_size - 1
 
@@ -258,7 +263,7 @@ def style_sheet(theme: Theme) -> str:
         "warning_soft": mix(theme.surface, theme.warning, 0.13),
         "scrollbar": mix(theme.surface, theme.text, 0.22),
         "scrollbar_hover": mix(theme.surface, theme.text, 0.38),
-        "disabled": mix(theme.surface, theme.text, 0.42),
+        "disabled": theme.disabled,
         "radius_s": RADIUS_S,
         "radius_m": RADIUS_M,
         "radius_l": RADIUS_L,
@@ -295,9 +300,8 @@ def palette(theme: Theme) -> QPalette:
     }
     for which, colour in colours.items():
         result.setColor(which, QColor(colour))
-    faded = QColor(mix(theme.surface, theme.text, 0.42))
     for which in (role.WindowText, role.Text, role.ButtonText):
-        result.setColor(QPalette.ColorGroup.Disabled, which, faded)
+        result.setColor(QPalette.ColorGroup.Disabled, which, QColor(theme.disabled))
     return result
 
 

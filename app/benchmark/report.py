@@ -12,6 +12,7 @@ import msgspec
 import psutil
 
 from app.benchmark.plan import BenchmarkPlan, LevelResult
+from app.units import format_percent
 from app.version import version
 from engine.memory import format_bytes
 from engine.protocol import EngineConfig, ModelInfo, WorkerStarted
@@ -89,7 +90,7 @@ def rows(report: BenchmarkReport) -> list[list[str]]:
             _number(level.output_tokens_per_s, 1),
             _number(level.requests_per_s, 2),
             _number(level.queue_p50, 0),
-            "-" if level.kv_peak is None else f"{level.kv_peak:.0%}",
+            "-" if level.kv_peak is None else format_percent(level.kv_peak, 1.0),
             "-" if level.memory_peak is None else format_bytes(level.memory_peak),
             f"{level.errors}/{level.requests}",
         ]

@@ -13,7 +13,7 @@ from PySide6.QtWidgets import QSizePolicy, QWidget
 from app.charts.axes import nice_ceiling, paint_value_axis
 from app.charts.figures import sized_font
 from app.charts.live_plot import CurveView, Series
-from app.theme import Theme, mix
+from app.theme import Theme
 
 X_AXIS = "chats at a time"
 _HEADROOM = 1.15  # for the figures above the points
@@ -52,10 +52,9 @@ class LevelPlot(QWidget):
         self._view.grid = QColor(theme.chart_grid)
         for item, curve in zip(self._series, self._curves, strict=True):
             colour = getattr(theme, item.colour)
-            colour = mix(theme.surface, colour, 0.6) if item.faint else colour
             curve.setPen(pg.mkPen(colour, width=1))
             curve.setSymbol("o")
-            curve.setSymbolSize(4 if item.faint else 6)
+            curve.setSymbolSize(6)
             curve.setSymbolPen(None)
             curve.setSymbolBrush(pg.mkBrush(colour))
         self._place_view()
@@ -108,10 +107,15 @@ class LevelPlot(QWidget):
         for index, value in enumerate(self._values[0]):
             if value is None:
                 continue
-            # Below the point, away from the slower series, where there is room.
-            room = value / self._top * self._view.height()
-            is_below = len(self._series) > 1 and room > self._metrics.height() + 8
-            words = pg.TextItem(self._format(value), color=self._theme.text, anchor=(0.5, -0.1 if is_below else 1.1))
+            # Below the point, away from the slower series, where there is room; and right of it as far as there is
+            # room, where no line comes from below.
+            text = self._format(value)
+            height = value / self._top * self._view.height()
+            is_below = len(self._series) > 1 and height > self._metrics.height() + 8
+            width = self._metrics.horizontalAdvance(text) + 8
+            right = (len(self._levels) - index - 0.5) * self._view.width() / len(self._levels)
+            left = min(0.5, max(0.0, 1.0 - right / width)) if is_below else 0.5
+            words = pg.TextItem(text, color=self._theme.text, anchor=(left, -0.1 if is_below else 1.1))
             words.setFont(self._font)
             words.setPos(QPointF(index, value))
             self._view.box.addItem(words, ignoreBounds=True)

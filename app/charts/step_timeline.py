@@ -253,8 +253,9 @@ class StepsPage(ChartPage):
         tokens = sum(e.prefill_tokens + e.decode_tokens + e.draft_tokens for step in recent for e in step.entries)
         mean_ms = sum(step.end - step.start for step in recent) / len(recent) * 1000
         per_step = three_figures(round(tokens / len(recent), 1))
-        self.figure_row.set_figures(Figure(format_ms(mean_ms), "per step"), Figure(per_step, "tokens per step"))
+        noun = "token" if per_step == "1" else "tokens"
+        self.figure_row.set_figures(Figure(format_ms(mean_ms), "per step"), Figure(per_step, f"{noun} per step"))
         self.describe(
             f"The last {plural(len(recent), 'engine step')} took {format_ms(mean_ms)} and "
-            f"computed {per_step} tokens each on average."
+            f"computed {per_step} {noun} each on average."
         )

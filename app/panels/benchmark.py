@@ -23,6 +23,7 @@ from app.benchmark.plan import BenchmarkPlan
 from app.benchmark.report import BenchmarkReport, as_json, as_text, failures
 from app.panels.benchmark_sheet import BenchmarkSheet, picture
 from app.panels.chat_files import ask_where, file_name
+from app.panels.dialogs import resize_within
 from app.panels.widgets import ErrorBox, NumberBox, button, label, separator
 from app.state.benchmark import BenchmarkState
 from app.theme import SPACE_L, SPACE_M, SPACE_S, SPACE_XS, Theme, ThemeManager
@@ -45,11 +46,7 @@ class BenchmarkDialog(QDialog):
         self._note_of_export = ""
         self.setWindowTitle("Benchmark")
         self._build()
-        size = PREFERRED_SIZE
-        if parent is not None:
-            size = size.boundedTo(parent.size() - QSize(48, 32))
-        self.setMinimumSize(QSize(760, 460).boundedTo(size))
-        self.resize(size)
+        resize_within(self, parent, PREFERRED_SIZE, least=QSize(760, 460))
         self._timer = QTimer(self)
         self._timer.setInterval(LOOK_MS)
         self._timer.timeout.connect(self.refresh)

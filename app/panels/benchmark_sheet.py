@@ -23,7 +23,7 @@ PICTURE_SCALE = 2
 _RATE, _P50, _P99 = (
     Series("tokens/s, all chats together", "accent"),
     Series("p50", "accent"),
-    Series("p99", "warning", faint=True),
+    Series("p99", "warning"),
 )
 
 

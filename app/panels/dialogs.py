@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt
+from PySide6.QtCore import QSize, Qt
 from PySide6.QtGui import QGuiApplication
 from PySide6.QtWidgets import QDialog, QHBoxLayout, QLabel, QLineEdit, QPlainTextEdit, QVBoxLayout, QWidget
 
 from app.panels.widgets import button, label
 from app.theme import SPACE_L, SPACE_M, SPACE_S, mono_font, pixmap
+
+# What stays free of the window around a dialog, its title bar included.
+_ROUND_DIALOG = QSize(64, 48)
+
+
+def resize_within(dialog: QDialog, window: QWidget | None, preferred: QSize, least: QSize) -> None:
+    """Makes a dialog as large as is comfortable, but inside the window it belongs to."""
+    size = preferred if window is None else preferred.boundedTo(window.size() - _ROUND_DIALOG)
+    dialog.setMinimumSize(least.boundedTo(size))
+    dialog.resize(size)
 
 
 class TextDialog(QDialog):
@@ -60,7 +70,7 @@ class ReportDialog(QDialog):
     def __init__(self, parent: QWidget | None, title: str, explanation: str, text: str) -> None:
         super().__init__(parent)
         self.setWindowTitle(title)
-        self.resize(720, 480)
+        resize_within(self, parent, preferred=QSize(720, 480), least=QSize(480, 320))
         column = QVBoxLayout(self)
         column.setContentsMargins(SPACE_L, SPACE_L, SPACE_L, SPACE_M)
         column.setSpacing(SPACE_M)

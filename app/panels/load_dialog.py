@@ -6,13 +6,14 @@ from collections.abc import Mapping
 
 from PySide6.QtCore import QSignalBlocker, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QHideEvent, QShowEvent
-from PySide6.QtWidgets import QDialog, QFrame, QHBoxLayout, QProgressBar, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QDialog, QHBoxLayout, QProgressBar, QVBoxLayout, QWidget
 
+from app.panels.dialogs import resize_within
 from app.panels.header import progress_words
 from app.panels.library import ModelLibrary
 from app.panels.load_form import LoadForm
 from app.panels.memory_estimate import MemoryEstimateCard
-from app.panels.widgets import ErrorBox, Select, button, label, separator
+from app.panels.widgets import ErrorBox, ScrolledColumn, Select, button, label, separator
 from app.state.engine_state import EngineState
 from app.state.load_options import fit_on, remembered_config
 from app.theme import SPACE_L, SPACE_M, SPACE_S, SPACE_XS, ThemeManager
@@ -49,7 +50,7 @@ class LoadDialog(QDialog):
         self._fits = True
         self.setWindowTitle("Load model")
         self._build(themes)
-        self._size_to(parent)
+        resize_within(self, parent, PREFERRED_SIZE, least=QSize(680, 420))
         self._timer = QTimer(self)
         self._timer.setInterval(ESTIMATE_MS)
         self._timer.timeout.connect(self._show_estimate)
@@ -78,16 +79,8 @@ class LoadDialog(QDialog):
 
         self.form = LoadForm(themes)
         self.form.edited.connect(self._show_estimate)
-        content = QWidget()
-        content.setObjectName("scrolled")
-        inside = QVBoxLayout(content)
-        inside.setContentsMargins(SPACE_L, SPACE_M, SPACE_M, SPACE_M)
-        inside.addWidget(self.form)
-        scroll = QScrollArea()
-        scroll.setWidgetResizable(True)
-        scroll.setFrameShape(QFrame.Shape.NoFrame)
-        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        scroll.setWidget(content)
+        scroll = ScrolledColumn(SPACE_L, SPACE_M, SPACE_M, SPACE_M)
+        scroll.column.addWidget(self.form)
         self.memory = MemoryEstimateCard(themes)
         self.memory.setFixedWidth(MEMORY_WIDTH)
         self.memory.context_wanted.connect(self.form.set_context)
@@ -137,14 +130,6 @@ class LoadDialog(QDialog):
         foot.addWidget(self.error)
         foot.addLayout(row)
         return foot
-
-    def _size_to(self, parent: QWidget | None) -> None:
-        """As large as is comfortable, but inside the window it belongs to."""
-        size = PREFERRED_SIZE
-        if parent is not None:
-            size = size.boundedTo(parent.size() - QSize(80, 48))
-        self.setMinimumSize(QSize(680, 420).boundedTo(size))
-        self.resize(size)
 
     # ------------------------------------------------------------ the model
 

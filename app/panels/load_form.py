@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 from PySide6.QtCore import QSignalBlocker, Signal
-from PySide6.QtWidgets import QHBoxLayout, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QHBoxLayout, QLabel, QVBoxLayout, QWidget
 
 from app.panels.parameter_row import SLIDER_STEPS, log_scale
-from app.panels.widgets import CalmSlider, NumberBox, Segments, Select, button, label, separator
+from app.panels.widgets import CalmSlider, NumberBox, Segments, Select, Switch, button, label, separator
 from app.state.load_options import (
+    GPU_MEMORY_SHARES,
     MAX_DRAFT_TOKENS,
     MAX_TABS,
     MIN_CONTEXT,
@@ -45,6 +46,12 @@ _BACKEND_HELP = {
     "native": "Kvasir's own decoder only.",
     "transformers": "The model's code in transformers, slower, for any decoder that it runs.",
 }
+_SHARE_HELP = (
+    "The part of the GPU's memory, from {:g} to {:g}, that all programs together may use: the KV cache is cut to it."
+).format(*GPU_MEMORY_SHARES)
+_GRAPHS_HELP = "Steps of usual sizes are captured while loading: faster answers, for some memory and a longer load."
+
+_ADVANCED = ("device", "gpu_memory_share", "backend", "cuda_graphs")
 
 
 class LoadForm(QWidget):
@@ -58,6 +65,7 @@ class LoadForm(QWidget):
         self._entries: Sequence[CatalogEntry] = ()
         self._worker: WorkerStarted | None = None
         self._config = EngineConfig(model="")
+        self._names: dict[QWidget, QLabel] = {}
         self._column = QVBoxLayout(self)
         self._column.setContentsMargins(0, 0, 0, 0)
         self._column.setSpacing(SPACE_M)
@@ -118,7 +126,7 @@ class LoadForm(QWidget):
 
     def _build_advanced(self, themes: ThemeManager) -> None:
         self._column.addWidget(separator())
-        self.advanced_button = button("Advanced", "link", "Show device and backend")
+        self.advanced_button = button("Advanced", "link", "Show device, backend and the options of a GPU")
         self.advanced_button.setCheckable(True)
         self.advanced_button.toggled.connect(self._advanced_toggled)
         row = QHBoxLayout()
@@ -132,28 +140,36 @@ class LoadForm(QWidget):
         self.device = Select(themes, "Device")
         self.device.activated.connect(lambda _: self._change(device=self.device.currentData()))
         self._device_help = self._part("Device", self.device, into=column)
+        self.gpu_memory_share = NumberBox("GPU memory share", *GPU_MEMORY_SHARES, decimals=2, step=0.05)
+        self.gpu_memory_share.setFixedWidth(92)
+        self.gpu_memory_share.valueChanged.connect(lambda value: self._change(gpu_memory_share=value))
+        self._share_help = self._part("GPU memory share", self.gpu_memory_share, beside=True, into=column)
         self.backend = Segments({"auto": "Auto", "native": "Kvasir", "transformers": "transformers"}, "Backend")
         self.backend.chosen.connect(lambda key: self._change(backend=key))
         self._backend_help = self._part("Backend", self.backend, into=column)
+        self.cuda_graphs = Switch("CUDA graphs", themes)
+        self.cuda_graphs.setProperty("role", "strong")
+        self.cuda_graphs.toggled.connect(lambda on: self._change(cuda_graphs=on))
+        self._graphs_help = self._part("", self.cuda_graphs, into=column)
         self._column.addWidget(self._advanced)
         self._advanced_toggled(False)
 
     def _part(
         self, title: str, control: QWidget, *more: QWidget, beside: bool = False, into: QVBoxLayout | None = None
     ):
-        """Adds a titled control with further rows and a line of help below it, and returns that line."""
+        """Adds a control, titled unless it shows its own name, with further rows and a line of help below it, and
+        returns that line."""
         part = QVBoxLayout()
         part.setSpacing(SPACE_XS)
-        name = label(title, "strong")
-        name.setBuddy(control)
-        if beside:
-            row = QHBoxLayout()
-            row.addWidget(name, 1)
-            row.addWidget(control)
-            part.addLayout(row)
-        else:
-            part.addWidget(name)
-            part.addWidget(control)
+        line = QHBoxLayout() if beside else part
+        if title:
+            name = label(title, "strong")
+            name.setBuddy(control)
+            self._names[control] = name
+            line.addWidget(name, int(beside))
+        line.addWidget(control)
+        if line is not part:
+            part.addLayout(line)
         for widget in more:
             part.addWidget(widget)
         words = label(role="faint", wrap=True)
@@ -196,8 +212,8 @@ class LoadForm(QWidget):
             for name, (title, reason) in device_choices(worker).items():
                 self.device.addItem(f"{title} – not usable" if reason else title, name)
                 self.device.setItemData(self.device.count() - 1, reason, _REASON_ROLE)
-        unusual = config.device != "auto" or config.backend != "auto"
-        if unusual:
+        usual = EngineConfig(model=config.model)
+        if any(getattr(config, name) != getattr(usual, name) for name in _ADVANCED):
             self.advanced_button.setChecked(True)
         self._show()
 
@@ -252,6 +268,7 @@ class LoadForm(QWidget):
         self._device_help.setText(self.device.currentData(_REASON_ROLE) or "Where weights and KV cache are held.")
         self._show_segments(self.backend, options.backend, config.backend)
         self._backend_help.setText(_words(options.backend, _BACKEND_HELP[config.backend]))
+        self._show_gpu(options, config)
 
     @staticmethod
     def _show_segments(segments: Segments, reasons: Reasons, choice: str) -> None:
@@ -270,6 +287,22 @@ class LoadForm(QWidget):
             self.context_slider.setEnabled(high > low)
             self.tabs.setValue(config.max_num_seqs)
         self._context_help.setText(f"Tokens one chat can hold; this model's maximum is {high:,}.")
+
+    def _show_gpu(self, options: LoadOptions, config: EngineConfig) -> None:
+        with QSignalBlocker(self.gpu_memory_share), QSignalBlocker(self.cuda_graphs):
+            self.gpu_memory_share.setValue(config.gpu_memory_share)
+            if self.cuda_graphs.isChecked() != config.cuda_graphs:
+                self.cuda_graphs.setChecked(config.cuda_graphs)
+                self.cuda_graphs.settle()
+        for control, words, help_text, reason in (
+            (self.gpu_memory_share, self._share_help, _SHARE_HELP, options.gpu_memory_share),
+            (self.cuda_graphs, self._graphs_help, _GRAPHS_HELP, options.cuda_graphs),
+        ):
+            for part in (control, self._names.get(control)):
+                if part is not None:
+                    part.setEnabled(not reason)
+            control.setAccessibleDescription(reason or help_text)
+            words.setText(_words({"": reason}, help_text))
 
     def _show_drafts(self, options: LoadOptions, config: EngineConfig) -> None:
         self._draft_row.setVisible(config.speculation == "draft")

@@ -9,15 +9,13 @@ from PySide6.QtWidgets import (
     QHBoxLayout,
     QProgressBar,
     QPushButton,
-    QScrollArea,
     QVBoxLayout,
-    QWidget,
 )
 
 from app.panels.header import STATUS_COLOURS, STATUS_WORDS, StatusDot, model_title, progress_words
 from app.panels.library import ModelLibrary
 from app.panels.memory_compared import MemoryCompared
-from app.panels.widgets import ElidedLabel, ErrorBox, IconButton, button, label, separator
+from app.panels.widgets import ElidedLabel, ErrorBox, IconButton, ScrolledColumn, button, label, separator
 from app.state.engine_state import EngineState
 from app.state.telemetry import TelemetryState
 from app.theme import SPACE_M, SPACE_S, SPACE_XS, ThemeManager
@@ -59,7 +57,7 @@ class ModelRow(QPushButton):
         return self._column.minimumSize()
 
 
-class ModelPanel(QScrollArea):
+class ModelPanel(ScrolledColumn):
     """Shows the loaded model and lists those of this machine. What is asked for goes to the window."""
 
     dialog_requested = Signal(object)
@@ -70,23 +68,14 @@ class ModelPanel(QScrollArea):
     def __init__(
         self, engine: EngineState, library: ModelLibrary, telemetry: TelemetryState, themes: ThemeManager
     ) -> None:
-        super().__init__()
+        super().__init__(SPACE_M, SPACE_S, SPACE_M, SPACE_M)
         self.memory = MemoryCompared(engine, library, telemetry)
         self._engine, self._library, self._themes = engine, library, themes
         self._shown: ModelInfo | None = None
-        self.setWidgetResizable(True)
-        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.setFrameShape(QFrame.Shape.NoFrame)
-        content = QWidget()
-        content.setObjectName("scrolled")
-        self._column = QVBoxLayout(content)
-        self._column.setContentsMargins(SPACE_M, SPACE_S, SPACE_M, SPACE_M)
-        self._column.setSpacing(SPACE_M)
         self._build_loaded()
-        self._column.addWidget(separator())
+        self.column.addWidget(separator())
         self._build_library()
-        self._column.addStretch(1)
-        self.setWidget(content)
+        self.column.addStretch(1)
         engine.changed.connect(self.refresh)
         library.changed.connect(self._fill_rows)
         self._fill_rows()
@@ -132,9 +121,9 @@ class ModelPanel(QScrollArea):
         inside.addWidget(self.memory)
         inside.addWidget(self._progress)
         inside.addWidget(self._stage)
-        self._column.addWidget(card)
-        self._column.addWidget(self._error)
-        self._column.addWidget(self.load_button)
+        self.column.addWidget(card)
+        self.column.addWidget(self._error)
+        self.column.addWidget(self.load_button)
 
     def _build_library(self) -> None:
         head = QHBoxLayout()
@@ -153,8 +142,8 @@ class ModelPanel(QScrollArea):
         part.addLayout(head)
         part.addWidget(self._nothing)
         part.addLayout(self._list)
-        self._column.addLayout(part)
-        self._column.addWidget(self.open_button)
+        self.column.addLayout(part)
+        self.column.addWidget(self.open_button)
 
     # ------------------------------------------------------------ showing
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import msgspec
-from PySide6.QtCore import QSignalBlocker, Qt
-from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtCore import QSignalBlocker
+from PySide6.QtWidgets import QVBoxLayout
 
 from app.panels.fields import SeedField, TextBox, stops_to_text, text_to_stops
 from app.panels.parameter_row import ParameterRow
 from app.panels.presets import PresetBar
-from app.panels.widgets import Select, Switch, label, separator
+from app.panels.widgets import ScrolledColumn, Select, Switch, label, separator
 from app.state.session import ChatSession
 from app.state.workspace import Workspace
 from app.theme import SPACE_M, SPACE_S, ThemeManager
@@ -24,38 +24,29 @@ OVERFLOW_TITLES = {
 }
 
 
-class SamplingPanel(QScrollArea):
+class SamplingPanel(ScrolledColumn):
     """Shows and edits the settings of one session; every change goes to the session at once."""
 
     def __init__(self, workspace: Workspace, themes: ThemeManager) -> None:
-        super().__init__()
+        super().__init__(SPACE_M, SPACE_S, SPACE_M, SPACE_M)
         self._themes = themes
         self._session: ChatSession | None = None
-        self.setWidgetResizable(True)
-        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.setFrameShape(QFrame.Shape.NoFrame)
-        content = QWidget()
-        content.setObjectName("scrolled")
-        self._column = QVBoxLayout(content)
-        self._column.setContentsMargins(SPACE_M, SPACE_S, SPACE_M, SPACE_M)
-        self._column.setSpacing(SPACE_M)
         self.rows: dict[str, ParameterRow] = {}
         self.presets = PresetBar(workspace, themes)
-        self._column.addWidget(self.presets)
+        self.column.addWidget(self.presets)
         self._build_system_prompt()
         self._build_rows("Sampling", MAIN_PARAMETERS)
         self._build_switch()
         self._build_rows("Penalties", PENALTIES)
         self._build_length()
-        self._column.addStretch(1)
-        self.setWidget(content)
+        self.column.addStretch(1)
         self.set_session(None)
 
     # ------------------------------------------------------------ building
 
     def _section(self, title: str) -> None:
-        self._column.addWidget(separator())
-        self._column.addWidget(label(title.upper(), "section"))
+        self.column.addWidget(separator())
+        self.column.addWidget(label(title.upper(), "section"))
 
     def _build_system_prompt(self) -> None:
         self.system_prompt = TextBox("System prompt", "How the model should behave in this chat", 4)
@@ -64,7 +55,7 @@ class SamplingPanel(QScrollArea):
         part.setSpacing(SPACE_S // 2)
         part.addWidget(label("System prompt", "strong"))
         part.addWidget(self.system_prompt)
-        self._column.addLayout(part)
+        self.column.addLayout(part)
 
     def _build_rows(self, title: str, names: tuple[str, ...]) -> None:
         self._section(title)
@@ -74,25 +65,25 @@ class SamplingPanel(QScrollArea):
     def _add_row(self, name: str) -> ParameterRow:
         row = ParameterRow(name)
         row.edited.connect(lambda value, name=name: self._set_parameter(name, value))
-        self._column.addWidget(row)
+        self.column.addWidget(row)
         self.rows[name] = row
         return row
 
     def _build_switch(self) -> None:
         self.temperature_last = Switch("Temperature after the filters", self._themes)
         self.temperature_last.toggled.connect(lambda on: self._set_parameter("temperature_last", on))
-        self._column.addWidget(self.temperature_last)
+        self.column.addWidget(self.temperature_last)
 
     def _build_length(self) -> None:
         self._section("Length, seed and stops")
         self.no_limit = Switch("As long as the context allows", self._themes)
         self.no_limit.toggled.connect(self._limit_switched)
         self._add_row("max_tokens")
-        self._column.addWidget(self.no_limit)
+        self.column.addWidget(self.no_limit)
         self._add_row("min_tokens")
         self.seed = SeedField(self._themes)
         self.seed.edited.connect(lambda value: self._set_parameter("seed", value))
-        self._column.addWidget(self.seed)
+        self.column.addWidget(self.seed)
         self.stops = TextBox("Stop strings", "One a line; \\n is a line break", 3)
         self.stops.edited.connect(lambda text: self._set_parameter("stop", text_to_stops(text)))
         part = QVBoxLayout()
@@ -100,7 +91,7 @@ class SamplingPanel(QScrollArea):
         part.addWidget(label("Stop strings", "strong"))
         part.addWidget(self.stops)
         part.addWidget(label("The answer ends where one of these would appear.", "faint", wrap=True))
-        self._column.addLayout(part)
+        self.column.addLayout(part)
         self.overflow = Select(self._themes, "When the chat is longer than the context")
         for key, title in OVERFLOW_TITLES.items():
             self.overflow.addItem(title, key)
@@ -110,7 +101,7 @@ class SamplingPanel(QScrollArea):
         part.addWidget(label("Longer than the context", "strong"))
         part.addWidget(self.overflow)
         part.addWidget(label("What happens when a chat does not fit; nothing is cut silently.", "faint", wrap=True))
-        self._column.addLayout(part)
+        self.column.addLayout(part)
 
     # ------------------------------------------------------------ session
 

@@ -5,26 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from PySide6.QtCore import Qt, QUrl, Signal
+from PySide6.QtCore import QSize, Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices
 from PySide6.QtWidgets import (
     QDialog,
     QFileDialog,
-    QFrame,
     QHBoxLayout,
     QLineEdit,
     QListWidget,
-    QScrollArea,
     QVBoxLayout,
     QWidget,
 )
 
+from app.panels.dialogs import resize_within
 from app.panels.sampling import OVERFLOW_TITLES
-from app.panels.widgets import ErrorBox, NumberBox, Segments, Select, Switch, button, label, separator
+from app.panels.widgets import ErrorBox, NumberBox, ScrolledColumn, Segments, Select, Switch, button, label, separator
 from app.paths import data_folder, log_folder
 from app.settings import SettingsFile
 from app.state.workspace import Workspace
-from app.theme import FONT_SIZE_RANGE, SPACE_L, SPACE_M, SPACE_S, SPACE_XS, ThemeManager
+from app.theme import FONT_SIZE_RANGE, SPACE_L, SPACE_S, SPACE_XS, ThemeManager
+
+PREFERRED_SIZE = QSize(560, 640)
 
 
 class SettingsDialog(QDialog):
@@ -39,20 +40,12 @@ class SettingsDialog(QDialog):
         super().__init__(parent)
         self._file, self._workspace, self._themes = file, workspace, themes
         self.setWindowTitle("Settings")
-        self.resize(560, 640)
+        resize_within(self, parent, PREFERRED_SIZE, least=QSize(420, 320))
         outer = QVBoxLayout(self)
         outer.setContentsMargins(0, 0, 0, 0)
         outer.setSpacing(0)
-        scroll = QScrollArea()
-        scroll.setWidgetResizable(True)
-        scroll.setFrameShape(QFrame.Shape.NoFrame)
-        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        content = QWidget()
-        content.setObjectName("scrolled")
-        self._column = QVBoxLayout(content)
-        self._column.setContentsMargins(SPACE_L, SPACE_L, SPACE_L, SPACE_L)
-        self._column.setSpacing(SPACE_M)
-        scroll.setWidget(content)
+        scroll = ScrolledColumn(SPACE_L, SPACE_L, SPACE_L, SPACE_L)
+        self._column = scroll.column
         outer.addWidget(scroll, 1)
         outer.addWidget(separator())
         foot = QHBoxLayout()

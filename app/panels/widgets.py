@@ -1,4 +1,4 @@
-"""Small controls the panels share: icon buttons, selects, switches, number boxes, labels that elide."""
+"""Small controls the panels share: buttons, selects, switches, number boxes, labels that elide, scrolled columns."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from PySide6.QtWidgets import (
     QHBoxLayout,
     QLabel,
     QPushButton,
+    QScrollArea,
     QSizePolicy,
     QSlider,
     QToolButton,
+    QVBoxLayout,
     QWidget,
 )
 
-from app.theme import ICON_SIZE, SPACE_S, ThemeManager, icon, mix, pixmap
+from app.theme import ICON_SIZE, SPACE_M, SPACE_S, ThemeManager, icon, mix, pixmap
 
 
 def label(text: str = "", role: str = "", *, wrap: bool = False) -> QLabel:
@@ -199,12 +201,13 @@ class Switch(QAbstractButton):
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
         width, height = 32, 18
         track = QRectF(self.width() - width - 1, (self.height() - height) / 2, width, height)
-        painter.setPen(QColor(theme.text if self.isEnabled() else theme.text_faint))
+        painter.setPen(QColor(theme.text if self.isEnabled() else theme.disabled))
         text = self.fontMetrics().elidedText(self.text(), Qt.TextElideMode.ElideRight, int(track.left()) - SPACE_S)
         painter.drawText(self.rect().adjusted(0, 0, -width - SPACE_S, 0), int(Qt.AlignmentFlag.AlignVCenter), text)
         off = mix(theme.surface, theme.text, 0.25)
+        on = theme.accent if self.isEnabled() else mix(off, theme.accent, 0.35)
         painter.setPen(QColor(theme.text) if self.hasFocus() else Qt.PenStyle.NoPen)
-        painter.setBrush(QColor(mix(off, theme.accent, self._position)))
+        painter.setBrush(QColor(mix(off, on, self._position)))
         painter.drawRoundedRect(track, height / 2, height / 2)
         painter.setPen(Qt.PenStyle.NoPen)
         painter.setBrush(QColor("#ffffff" if not theme.is_dark else mix("#ffffff", theme.accent_text, self._position)))
@@ -287,6 +290,30 @@ class Segments(QFrame):
     @property
     def choice(self) -> str:
         return next((key for key, item in self._buttons.items() if item.isChecked()), "")
+
+
+class _Content(QWidget):
+    """As high as it must be at the width it gets: asked without one, wrapped lines want more than they need."""
+
+    def minimumSizeHint(self) -> QSize:
+        least = super().minimumSizeHint()
+        return QSize(least.width(), 0) if self.hasHeightForWidth() else least
+
+
+class ScrolledColumn(QScrollArea):
+    """Parts below one another in `column`, scrolled where they are taller than the room there is."""
+
+    def __init__(self, left: int, top: int, right: int, bottom: int) -> None:
+        super().__init__()
+        self.setWidgetResizable(True)
+        self.setFrameShape(QFrame.Shape.NoFrame)
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        content = _Content()
+        content.setObjectName("scrolled")
+        self.column = QVBoxLayout(content)
+        self.column.setContentsMargins(left, top, right, bottom)
+        self.column.setSpacing(SPACE_M)
+        self.setWidget(content)
 
 
 class ErrorBox(QFrame):

@@ -28,15 +28,12 @@ MIN_CONTEXT = 256
 DEFAULT_CONTEXT_LIMIT = 8192
 MAX_TABS = 64
 MAX_DRAFT_TOKENS = 16
+GPU_MEMORY_SHARES = (0.01, 1.0)
 # A model may come in sizes whose vocabularies are padded differently; the engine compares the tokens themselves.
 _VOCABULARY_PADDING = 1024
 
 # Rounding that saves less than a tenth is all loss.
 _WORTH = 0.9
-_NO_SMALLER = {
-    "int8": "The weights take no more as they are stored than in INT8.",
-    "int4": "The weights take no more as they are stored than in INT4.",
-}
 
 Reasons = Mapping[str, str]
 """Why each choice is not to be had, in words; empty for one that is."""
@@ -52,6 +49,10 @@ class LoadOptions:
     backend: Reasons
     drafts: tuple[CatalogEntry, ...]
     """Models that may draft for this one, the smallest first."""
+    gpu_memory_share: str
+    """Why it means nothing, in words; empty where it does something."""
+    cuda_graphs: str
+    """The same."""
 
 
 def default_config(entry: CatalogEntry) -> EngineConfig:
@@ -84,21 +85,27 @@ def options_for(
     entry: CatalogEntry, entries: Sequence[CatalogEntry], config: EngineConfig, worker: WorkerStarted | None
 ) -> LoadOptions:
     """What can be chosen for a model, given the other choices in `config`."""
-    precision = precision_of(config, hardware_for(config, worker))
-    rounding = {
-        name: "" if _is_smaller(entry, replace(config, quantization=name), config, worker) else _NO_SMALLER[name]
-        for name in ("int8", "int4")
-    }
+    hardware = hardware_for(config, worker)
+    precision = precision_of(config, hardware)
+    no_use = [
+        name for name in ("int8", "int4") if not _is_smaller(entry, replace(config, quantization=name), config, worker)
+    ]
+    why = f"The weights take no more as they are stored than in {' or '.join(name.upper() for name in no_use)}."
+    rounding = {name: why if name in no_use else "" for name in ("int8", "int4")}
     no_bf16 = "The CPU kernels know no BF16 cache: FP16 takes as much memory." if precision.native else ""
     drafts = draft_candidates(entry, entries)
     no_draft = "" if drafts else "No smaller model with a vocabulary like this one's is on this machine."
     no_transformers = "A GGUF file is computed by Kvasir's own decoder only." if entry.format == "gguf" else ""
+    no_gpu = "" if hardware.kind == "VRAM" else "Only for a model on a GPU."
+    no_graphs = "" if precision.own_decoder else "Only for Kvasir's own decoder."
     return LoadOptions(
         precision={"stored": "", **rounding},
         kv_dtype={"auto": "", "fp32": "", "fp16": "", "bf16": no_bf16, "int8": ""},
         speculation={"off": "", "ngram": "", "draft": no_draft},
         backend={"auto": "", "native": "", "transformers": no_transformers},
         drafts=drafts,
+        gpu_memory_share=no_gpu,
+        cuda_graphs=no_gpu or no_graphs,
     )
 
 

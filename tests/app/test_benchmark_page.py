@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pyqtgraph as pg
 import pytest
+from PySide6.QtCore import QPointF
 from PySide6.QtGui import QGuiApplication, QImage
 from PySide6.QtWidgets import QWidget
 
@@ -94,6 +95,8 @@ def test_the_page_measures_the_loaded_model_and_shows_the_figures_of_the_report(
     report = page.state.report
     assert report is not None and [level.requests for level in report.levels] == [4, 4]
     assert page.cells == rows(report) and len(page.cells[0]) == 12
+    level = msgspec.structs.replace(report.levels[0], kv_peak=0.0043)
+    assert rows(msgspec.structs.replace(report, levels=[level]))[0][8] == "0.4 %", "as the dashboard writes it"
     assert dialog.sheet.title.text() == "fake-135M"
     assert dialog.start_button.text() == "Start" and dialog.progress.isHidden() and dialog.note.isHidden()
 
@@ -230,8 +233,8 @@ def test_the_picture_holds_the_sheet_in_the_theme(make_page) -> None:
 
 
 def test_curves_are_one_pixel_wide_and_keep_their_places_while_levels_come(qtbot) -> None:
-    series = (Series("p50", "accent"), Series("p99", "warning", faint=True))
-    plot = LevelPlot(series, str, load_theme("light"))
+    theme = load_theme("light")
+    plot = LevelPlot((Series("p50", "accent"), Series("p99", "warning")), str, theme)
     qtbot.addWidget(plot)
     plot.resize(300, 200)
     plot.set_data([1, 4], [[10.0, None], [12.0, None]])
@@ -239,9 +242,30 @@ def test_curves_are_one_pixel_wide_and_keep_their_places_while_levels_come(qtbot
     plot.set_data([1, 4], [[10.0, 20.0], [12.0, 30.0]])
     assert plot._view.box.viewRange()[0] == x_range
     assert plot._view.box.viewRange()[1][0] == 0 and plot._view.box.viewRange()[1][1] >= 30
+    colours: list[str] = []
     for curve, heights in zip(plot._curves, ([10.0, 20.0], [12.0, 30.0]), strict=True):
         assert pg.mkPen(curve.opts["pen"]).width() == 1
+        colours.append(pg.mkPen(curve.opts["pen"]).color().name())
         assert curve.yData is not None and curve.yData.tolist() == heights
+    assert colours == [theme.accent, theme.warning], "as the legend has them"
+
+
+def test_no_steep_line_passes_through_a_figure(qtbot) -> None:
+    plot = LevelPlot((Series("p50", "accent"), Series("p99", "warning")), "{:.0f} ms".format, load_theme("light"))
+    qtbot.addWidget(plot)
+    plot.resize(340, 300)
+    plot.set_data([1, 2, 4], [[300.0, 500.0, 800.0], [400.0, 600.0, 900.0]])
+    plot.show()
+    qtbot.waitExposed(plot)
+    plot.grab()
+    box = plot._view.box
+    heights = np.interp(np.linspace(0, 2, 200), [0, 1, 2], [300.0, 500.0, 800.0])
+    line = [box.mapViewToScene(QPointF(x, y)) for x, y in zip(np.linspace(0, 2, 200), heights, strict=True)]
+    assert len(plot._words) == 3
+    for words in plot._words:
+        inside = words.sceneBoundingRect()
+        assert box.sceneBoundingRect().right() + 4 >= inside.right(), "cut off"
+        assert not any(inside.contains(point) for point in line), words.toPlainText()
 
 
 def test_menu_and_palette_open_one_page_and_the_dashboard_names_its_requests(qtbot, tmp_path: Path) -> None:

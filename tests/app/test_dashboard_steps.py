@@ -7,7 +7,7 @@ from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QToolTip
 from pytestqt.qtbot import QtBot
 
-from app.charts.step_timeline import BAR_PITCH, BAR_WIDTH, StepImage, StepTimeline
+from app.charts.step_timeline import BAR_PITCH, BAR_WIDTH, StepImage, StepsPage, StepTimeline
 from app.theme import load_theme
 from engine.protocol import StepEntry, StepRecord
 from tests.app.telemetry_scene import BusyEngine, telemetry
@@ -88,6 +88,17 @@ def test_a_step_is_described_by_time_and_shares(timeline: StepTimeline, engine: 
         "Rust lifetimes: 1 new token, 3 of 4 drafts accepted",
         "a closed chat: 2 new tokens",
     ]
+
+
+@pytest.mark.parametrize(("tokens", "words"), [(1, "1 token per step"), (3, "3 tokens per step")])
+def test_the_page_says_how_long_a_step_takes_and_what_it_computes(
+    qtbot: QtBot, engine: BusyEngine, tokens: int, words: str
+) -> None:
+    page = StepsPage(engine.state, load_theme("dark"), str)
+    qtbot.addWidget(page)
+    emit_step(engine, step(0, 40.0, StepEntry("a", 0, 0, tokens)))
+    page.refresh_figures()
+    assert [f"{figure.value} {figure.meaning}" for figure in page.figure_row.figures] == ["40 ms per step", words]
 
 
 def test_the_picture_stands_still_under_the_mouse(timeline: StepTimeline, engine: BusyEngine) -> None:

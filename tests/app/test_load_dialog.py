@@ -18,12 +18,13 @@ from app.state.load_options import default_config, options_for, possible_config
 from app.theme import ThemeManager
 from engine.catalog import CatalogEntry
 from engine.memory import DeviceMemory, Hardware, ModelShape, NoGPU, WeightGroup, estimate, fits, format_bytes
-from engine.protocol import EngineConfig, LoadFailed, LoadModel, LoadProgress, ModelLoaded, UnloadModel
+from engine.protocol import EngineConfig, LoadFailed, LoadModel, LoadProgress, ModelLoaded, UnloadModel, WorkerStarted
 from tests.app.telemetry_scene import STARTED, Source, engine_on, model_info
 
 GIB = 1 << 30
 ON_CPU = structs.replace(STARTED, kernels="cpu", device="cpu", device_name="Test CPU")
 NATIVE = Hardware("RAM", native=True)
+GPU = DeviceMemory("VRAM", "Test GPU", 80 * GIB, 60 * GIB)
 
 
 def entry(
@@ -73,6 +74,19 @@ def test_what_does_not_apply_is_not_to_be_had_and_why() -> None:
         model="m", speculation="draft", draft_model=str(SMALL.path)
     )
     assert possible_config(impossible, options(SMALL)).draft_model is None
+
+
+def test_what_only_a_gpu_has_says_so_elsewhere_and_keeps_what_was_chosen() -> None:
+    def reasons(worker: WorkerStarted | None, **changes: Any) -> tuple[str, str]:
+        found = options_for(LARGE, ENTRIES, EngineConfig(model="m", **changes), worker)
+        return found.gpu_memory_share, found.cuda_graphs
+
+    no_gpu = "Only for a model on a GPU."
+    assert reasons(STARTED) == reasons(ON_CPU, device="cuda:0") == ("", "")
+    assert reasons(STARTED, backend="transformers") == ("", "Only for Kvasir's own decoder.")
+    assert reasons(ON_CPU) == reasons(None) == reasons(STARTED, device="cpu") == (no_gpu, no_gpu)
+    chosen = EngineConfig(model="m", gpu_memory_share=0.5, cuda_graphs=False)
+    assert possible_config(chosen, options(LARGE)) == chosen
 
 
 @pytest.fixture
@@ -241,6 +255,69 @@ def test_a_model_that_cannot_be_used_cannot_be_loaded(dialog: LoadDialog) -> Non
     assert dialog.entry is not None and dialog.entry.name == "from a file"
     assert dialog.load_button.isEnabled()
     assert [dialog.models.itemText(i) for i in range(dialog.models.count())][-1] == "from a file"
+
+
+def test_options_of_a_gpu_are_greyed_where_a_cpu_computes(dialog: LoadDialog) -> None:
+    form = dialog.form
+    form.advanced_button.click()
+    assert form.cuda_graphs.isVisible() and not form.cuda_graphs.isEnabled()
+    assert form.gpu_memory_share.isVisible() and not form.gpu_memory_share.isEnabled()
+    assert form.gpu_memory_share.text() == "0.90" and form.cuda_graphs.isChecked()
+    for words in (form._share_help, form._graphs_help):
+        assert words.text().endswith(" Only for a model on a GPU.")
+    assert form.cuda_graphs.accessibleDescription() == "Only for a model on a GPU."
+
+
+def test_the_options_of_a_gpu_are_chosen_estimated_and_remembered(
+    dialog: LoadDialog, source: Source, remembered: dict[str, EngineConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_options, "vram", lambda index: NoGPU("No more.") if index else GPU)
+    source.emit(STARTED)
+    form, bar = dialog.form, dialog.memory.bar
+    form.advanced_button.click()
+    assert form.cuda_graphs.isEnabled() and form.gpu_memory_share.isEnabled()
+    assert "Only" not in form._share_help.text() + form._graphs_help.text()
+
+    def told(name: str) -> int:
+        assert LARGE.shape is not None
+        wanted = fits(estimate(LARGE.shape, form.config, Hardware("VRAM")), GPU)
+        sizes = {part.name: part.size for part in bar.parts}
+        assert (sizes["KV cache"], sizes["Workspace"]) == (wanted.granted.kv_cache, wanted.granted.workspace)
+        return sizes[name]
+
+    form.context.setValue(32768)
+    form.tabs.setValue(64)
+    with_graphs, large = told("Workspace"), told("KV cache")
+    form.cuda_graphs.click()
+    assert form.config.cuda_graphs is False and told("Workspace") < with_graphs
+    form.gpu_memory_share.setValue(0.5)
+    assert form.config.gpu_memory_share == 0.5 and told("KV cache") < large
+    form.gpu_memory_share.setValue(0.0)
+    assert form.config.gpu_memory_share == form.gpu_memory_share.minimum() > 0, "all of it cannot be left to others"
+    form.gpu_memory_share.setValue(0.5)
+    dialog.load_button.click()
+    asked = source.sent[-1]
+    assert isinstance(asked, LoadModel)
+    assert (asked.config.cuda_graphs, asked.config.gpu_memory_share) == (False, 0.5)
+    source.emit(LoadFailed("large", "The GPU is full."))
+    remembered[asked.config.model] = asked.config
+    dialog.choose(SMALL)
+    assert form.cuda_graphs.isChecked() and form.gpu_memory_share.value() == 0.9
+    dialog.choose(LARGE)
+    assert not form.cuda_graphs.isChecked() and form.gpu_memory_share.value() == 0.5
+    form.backend.chosen.emit("transformers")
+    assert not form.cuda_graphs.isEnabled() and form._graphs_help.text().endswith("Only for Kvasir's own decoder.")
+    assert form.gpu_memory_share.isEnabled()
+
+
+@pytest.mark.parametrize("changes", [{"cuda_graphs": False}, {"gpu_memory_share": 0.5}, {"device": "cpu"}])
+def test_what_is_unusual_is_not_hidden(
+    dialog: LoadDialog, remembered: dict[str, EngineConfig], changes: dict[str, Any]
+) -> None:
+    assert not dialog.form.backend.isVisible()
+    remembered[str(SMALL.path)] = structs.replace(default_config(SMALL), **changes)
+    dialog.choose(SMALL)
+    assert dialog.form.backend.isVisible()
 
 
 def test_devices_that_are_not_there_are_shown_with_the_reason(dialog: LoadDialog) -> None:

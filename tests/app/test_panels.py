@@ -19,8 +19,9 @@ from app.panels.parameter_row import PARAMETER_STYLES, ParameterRow, rounded
 from app.panels.sidebar_list import ChatRow, HeaderRow, day_group, grouped_rows
 from app.panels.tabs import TabStrip
 from app.panels.toast import Toast
+from app.panels.widgets import ScrolledColumn, label
 from app.state.records import ConversationSummary
-from app.theme import ThemeManager
+from app.theme import DEFAULT_FONT_SIZE, ThemeManager
 from app.units import short_count
 from engine.protocol import PARAMETER_RANGES, SamplingParams
 
@@ -233,6 +234,65 @@ def test_a_middle_click_closes_a_tab(qtbot) -> None:
     strip.close_requested.connect(closed.append)
     qtbot.mouseClick(strip.bar, Qt.MouseButton.MiddleButton, pos=strip.bar.tabRect(1).center())
     assert closed == ["b"]
+
+
+def test_tabs_get_narrow_before_any_is_hidden(qtbot) -> None:
+    themes = ThemeManager("light")
+    themes.apply()
+    strip = TabStrip(themes)
+    qtbot.addWidget(strip)
+    for name in "abcde":
+        strip.add(name, f"What is the number {name} good for?")
+    strip.choose("b")
+    strip.resize(480, 40)
+    strip.show()
+
+    def closable() -> str:
+        side = strip.bar.ButtonPosition.RightSide
+        shown = [strip.bar.tabButton(index, side) for index in range(strip.bar.count())]
+        return "".join(name for name, close in zip(strip.ids, shown, strict=True) if close and close.isVisible())
+
+    def hidden() -> list[str]:
+        bar = strip.bar
+        return [name for i, name in enumerate(strip.ids) if not bar.rect().contains(bar.tabRect(i).center())]
+
+    assert not hidden() and strip.bar.tabRect(4).right() <= strip.bar.width()
+    assert closable() == "b", "the others' titles need the room"
+    strip.bar.setCurrentIndex(3)
+    assert closable() == "d"
+    closed: list[str] = []
+    strip.close_requested.connect(closed.append)
+    qtbot.mouseClick(strip.bar.tabButton(3, strip.bar.ButtonPosition.RightSide), Qt.MouseButton.LeftButton)
+    assert closed == ["d"]
+    strip.resize(700, 40)
+    assert closable() == "abcde"
+    themes.set_font_size(22)
+    assert closable() == "d", "larger letters take more room"
+    themes.set_font_size(DEFAULT_FONT_SIZE)
+    assert closable() == "abcde"
+    strip.resize(480, 40)
+    strip.remove("d")
+    strip.remove("e")
+    assert closable() == "abc", "three have room again"
+    for name in "fghijk":
+        strip.add(name, name)
+    strip.choose("k")
+    assert hidden() and "k" not in hidden() and closable() == "k"
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+def test_a_scrolled_column_is_as_high_as_its_parts_and_no_higher(qtbot, wrap: bool) -> None:
+    scroll = ScrolledColumn(8, 8, 8, 8)
+    qtbot.addWidget(scroll)
+    text = "Some help that takes more than one line where there is little room. " * 2
+    for _ in range(12):
+        scroll.column.addWidget(label(text, wrap=wrap))
+    for width in (300, 500):
+        scroll.resize(width, 200)
+        scroll.show()
+        size = scroll.column.geometry().size()
+        wanted = scroll.column.totalHeightForWidth(size.width()) if wrap else scroll.column.totalMinimumSize().height()
+        assert size.height() == wanted > scroll.viewport().height()
 
 
 def test_the_palette_finds_by_letters_and_runs_on_enter(qtbot) -> None:

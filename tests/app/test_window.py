@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from PySide6.QtCore import QCoreApplication, QEvent, QSize, Qt
-from PySide6.QtWidgets import QAbstractButton, QLineEdit, QPlainTextEdit, QSlider
+from PySide6.QtWidgets import QAbstractButton, QDialog, QLineEdit, QPlainTextEdit, QSlider
 
 from app.application import Application
 from app.panels.sidebar_list import ChatRow
@@ -132,6 +132,21 @@ def test_the_load_dialog_opens_from_palette_menu_and_page_and_loads(qtbot, tmp_p
         assert window.actions_._load_dialog is None
         remembered = application.file.settings.load_options[str(entry.path)]
         assert remembered.speculation == "ngram" and application.file.settings.last_model == remembered
+
+
+def test_dialogs_stay_within_a_small_window(qtbot, tmp_path: Path) -> None:
+    with open_application(tmp_path) as application:
+        window = application.window
+        window.resize(900, 600)
+        for command in ("app.settings", "engine.load", "engine.benchmark"):
+            assert window.commands.run(command)
+            (dialog,) = (child for child in window.findChildren(QDialog) if child.isVisible())
+            assert dialog.width() < window.width() and dialog.height() < window.height() - 40, command
+            for button in dialog.findChildren(QAbstractButton):
+                if button.text() in ("Close", "Load", "Start"):
+                    corner = button.mapTo(dialog, button.rect().bottomRight())
+                    assert dialog.rect().contains(corner), button.text()
+            dialog.close()
 
 
 def test_a_model_that_cannot_be_loaded_is_explained_where_one_looks(qtbot, tmp_path: Path) -> None:
