@@ -30,6 +30,8 @@ GNU_FLAGS = [
     "-Wall",
     "-Wextra",
 ]
+# Compiled once, for any processor.
+COMMON = ("program.cpp", "check.cpp", "sampling.cpp", "pack.cpp", "threads.cpp")
 MSVC_FLAGS = ["/O2", "/std:c++20", "/EHsc", "/fp:precise"]
 # The flags with which isa_kernels.cpp is compiled for each instruction set.
 X86 = {
@@ -64,7 +66,7 @@ class BuildNative(build_ext):
         # The portable objects come first: of an inline function that several objects
         # hold, the linker keeps the first, and that one must run on every processor.
         work = [("isa_kernels.cpp", [], [("KV_ISA", "kv_portable")], "portable")]
-        work += [(name, [], have, "common") for name in ("program.cpp", "check.cpp", "sampling.cpp", "pack.cpp", "threads.cpp")]
+        work += [(name, [], have, "common") for name in COMMON]
         work += [("isa_kernels.cpp", flags, [("KV_ISA", f"kv_{name}")], name) for name, flags in usable.items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the kernels of each set take most of a minute
             objects = [made for part in pool.map(lambda item: compile_source(*item), work) for made in part]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from msgspec.structs import replace
 from engine import catalog, memory
 from engine.dtypes import dtype_name
 from engine.failures import is_out_of_memory
+from engine.heap import collector_paused
 from engine.kv_cache import kv_bytes_per_token
 from engine.loading.describe import DescriptionError, describe
+from engine.loading.gguf import GGUFFile
+from engine.loading.gguf_split import open_gguf
 from engine.machine import num_compute_threads
 from engine.models import LoadCancelled, LoadedModel, load_model, release_memory
 from engine.placement import (
@@ -36,7 +40,8 @@ from engine.speculation.draft_loading import (
     check_speculation,
     load_draft,
 )
-from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.text.load import load_tokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.workspace import NUM_BLOCKS, peak_bytes, run_dummy_steps
 from kernels import ops
 
@@ -75,22 +80,34 @@ def load(
     if ops.compute_on(device.type):
         ops.set_num_threads(num_compute_threads())
     on_progress("Reading the tokenizer", 0, 0)
-    with _TokenizerReader(path) as tokenizer:
-        return _load_on(config, path, tokenizer, device, started, on_progress, cancelled)
+    is_gguf = path.is_file() and path.suffix.lower() == ".gguf"
+    with (
+        collector_paused(),
+        open_gguf(path) if is_gguf else nullcontext() as file,
+        _TokenizerReader(path, file) as tokenizer,
+    ):
+        return _load_on(config, path, file, tokenizer, device, started, on_progress, cancelled)
 
 
 class _TokenizerReader:
     """Reads a model's tokenizer while its weights are packed, which needs Python for little."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: GGUFFile | None) -> None:
         self._pool = ThreadPoolExecutor(1, "kvasir-tokenizer")
-        self._reading = self._pool.submit(load_tokenizer, path)
+        self._reading = self._pool.submit(self._read, path, file)
 
     def __enter__(self) -> _TokenizerReader:
         return self
 
     def __exit__(self, *_error: object) -> None:
         self._pool.shutdown()
+
+    @staticmethod
+    def _read(path: Path, file: GGUFFile | None) -> Tokenizer:
+        tokenizer = load_tokenizer(path, file)
+        if tokenizer.chat_template is not None:
+            tokenizer.chat_template.supports_system_role  # noqa: B018  compiles it, and is asked for at the end
+        return tokenizer
 
     @property
     def has_failed(self) -> bool:
@@ -104,6 +121,7 @@ class _TokenizerReader:
 def _load_on(
     config: EngineConfig,
     path: Path,
+    file: GGUFFile | None,
     tokenizer: _TokenizerReader,
     device: torch.device,
     started: float,
@@ -111,13 +129,13 @@ def _load_on(
     cancelled: Callable[[], bool],
 ) -> EngineParts:
     if device.type == "cpu":
-        return _load(config, path, tokenizer, device, started, on_progress, cancelled)
+        return _load(config, path, file, tokenizer, device, started, on_progress, cancelled)
     torch.cuda.set_device(device)  # kernels are started on it, and others may be there
     before = device_memory(device)
     needed = _estimate(config, path)
     if needed.weights <= before.free:
         try:
-            return _load(config, path, tokenizer, device, started, on_progress, cancelled)
+            return _load(config, path, file, tokenizer, device, started, on_progress, cancelled)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -129,6 +147,7 @@ def _load_on(
 def _load(
     config: EngineConfig,
     path: Path,
+    file: GGUFFile | None,
     reader: _TokenizerReader,
     device: torch.device,
     started: float,
@@ -136,7 +155,7 @@ def _load(
     cancelled: Callable[[], bool],
 ) -> EngineParts:
     try:
-        loaded = load_model(path, config, device, on_progress, lambda: cancelled() or reader.has_failed)
+        loaded = load_model(path, config, device, on_progress, lambda: cancelled() or reader.has_failed, file)
     except LoadCancelled:
         if reader.has_failed:
             reader.result()

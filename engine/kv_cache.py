@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import mmap
-import sys
-
 import torch
 
 from engine.dtypes import KV_DTYPES
 from engine.models.config import ModelConfig
+from kernels.host_memory import lazy_zeros
 from kernels.kv import KVLayer
 
 _SCALE = torch.float32
@@ -66,10 +63,10 @@ class NativeKVCache:
         heads, size = config.num_kv_heads, config.head_dim
         layers = range(config.num_layers)
         scaled = layers if dtype == torch.int8 else ()
-        self.keys = [_zeros((num_blocks, heads, size, block_size), dtype) for _ in layers]
-        self.values = [_zeros((num_blocks, heads, block_size, size), dtype) for _ in layers]
-        self.key_scales = [_zeros((num_blocks, heads, block_size), _SCALE) for _ in scaled]
-        self.value_scales = [_zeros((num_blocks, heads, block_size), _SCALE) for _ in scaled]
+        self.keys = [lazy_zeros((num_blocks, heads, size, block_size), dtype) for _ in layers]
+        self.values = [lazy_zeros((num_blocks, heads, block_size, size), dtype) for _ in layers]
+        self.key_scales = [lazy_zeros((num_blocks, heads, block_size), _SCALE) for _ in scaled]
+        self.value_scales = [lazy_zeros((num_blocks, heads, block_size), _SCALE) for _ in scaled]
 
     @property
     def nbytes(self) -> int:
@@ -77,14 +74,8 @@ class NativeKVCache:
         return sum(tensor.nbytes for tensor in tensors)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Zeros whose pages, on a CPU, the system gives only when they are written: torch.zeros writes them all."""
-    if device is not None and device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    count = math.prod(shape)
-    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-    pages = mmap.mmap(-1, count * dtype.itemsize, **private)
-    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 def native_kv_dtype(name: str) -> torch.dtype:

@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
 from engine.loading.names import (
     EMBEDDING,
@@ -113,9 +113,10 @@ def interleaved_heads(name: str, config: ModelConfig) -> int | None:
     return None
 
 
-def deinterleave_rows(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Undoes llama.cpp's interleaving of the two halves of each head: [num_heads * head_dim, ...].
+def deinterleave_rows(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """Undoes llama.cpp's interleaving of the two halves of each head: [num_heads * head_dim, row_bytes], copied.
 
     It stores the pair (j, j + head_dim / 2) as neighbours (2j, 2j + 1).
     """
-    return rows.view(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    # In torch all its threads would take part, and wait for each other beside those that pack and read meanwhile.
+    return rows.reshape(num_heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)

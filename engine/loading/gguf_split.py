@@ -112,7 +112,7 @@ class SplitGGUFFile(GGUFFile):
         part = self._part_of.get(name, self)
         return super().read(name) if part is self else part.read(name)
 
-    def close(self) -> None:
-        super().close()
+    def _unmap(self) -> None:
+        super()._unmap()
         for part in self._parts:
             part.close()

@@ -35,21 +35,20 @@ class GGUFWeights:
             # A name without a canonical spelling keeps its own and is refused with the unused ones.
             views = canonical_views(tensor.name, tensor.shape, config) or [View(tensor.name, 0, tensor.shape)]
             for view in views:
-                self._first_bytes[view.name] = self._bytes(tensor, view.start)
-                nbytes = self._bytes(tensor, math.prod(view.shape))
+                whole = view.shape == tensor.shape
+                self._first_bytes[view.name] = 0 if whole else self._bytes(tensor, view.start)
+                nbytes = tensor.nbytes if whole else self._bytes(tensor, math.prod(view.shape))
                 self.tensors[view.name] = StoredTensor(tensor.name, view.shape, tensor.type, nbytes)
         types = Counter(stored.type for stored in self.tensors.values() if len(stored.shape) > 1)
         self.format = f"GGUF {types.most_common(1)[0][0]}" if types else "GGUF"
 
     def stored_rows(self, name: str) -> torch.Tensor:
         stored, first = self.tensors[name], self._first_bytes[name]
-        packed = torch.from_numpy(self._file.read(stored.stored_name)[first : first + stored.nbytes])
-        num_rows = math.prod(stored.shape[:-1])
-        packed = packed.view(num_rows, -1)
+        packed = self._file.read(stored.stored_name)[first : first + stored.nbytes]
         num_heads = interleaved_heads(name, self._config)
-        if len(stored.shape) == 1 and num_heads is not None:
-            packed = packed.view(stored.shape[0], -1)
-        return packed if num_heads is None else deinterleave_rows(packed, num_heads)
+        if num_heads is None:
+            return torch.from_numpy(packed.reshape(math.prod(stored.shape[:-1]), -1))
+        return torch.from_numpy(deinterleave_rows(packed.reshape(stored.shape[0], -1), num_heads))
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         stored = self.tensors[name]

@@ -15,7 +15,7 @@ import torch
 from engine.dtypes import DTYPES
 from engine.heap import large_blocks_returned, trim_heap
 from engine.loading.folder import FolderError, read_model_config
-from engine.loading.gguf import GGUFError
+from engine.loading.gguf import GGUFError, GGUFFile
 from engine.loading.gguf_split import open_gguf
 from engine.loading.gguf_weights import GGUFWeights
 from engine.loading.hf_names import CanonicalWeights
@@ -87,8 +87,9 @@ def load_model(
     device: torch.device,
     on_progress: ProgressCallback = lambda stage, done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
+    file: GGUFFile | None = None,
 ) -> LoadedModel:
-    """Loads a GGUF file or a Hugging Face folder with safetensors.
+    """Loads a GGUF file, from `file` where that is open already, or a Hugging Face folder with safetensors.
 
     Names, shapes and formats of all tensors are checked before memory is spent; then each is unpacked
     from the file straight into its place, or with `config.quantization` rounded a few rows at a time, whatever
@@ -97,7 +98,7 @@ def load_model(
     when `cancelled()` becomes true, and OSError where the disk fails.
     """
     with large_blocks_returned():
-        return _load(path, config, device, on_progress, cancelled)
+        return _load(path, config, device, on_progress, cancelled, file)
 
 
 def _load(
@@ -106,11 +107,12 @@ def _load(
     device: torch.device,
     on_progress: ProgressCallback,
     cancelled: Callable[[], bool],
+    file: GGUFFile | None,
 ) -> LoadedModel:
     if config.backend == "transformers":
         return _load_through_transformers(path, config, device, on_progress, cancelled)
     try:
-        model_config, source = open_model(path)
+        model_config, source = open_model(path, file)
     except UnsupportedModelError as error:
         if config.backend == "native" or not path.is_dir():
             raise
@@ -199,8 +201,11 @@ def _load_through_transformers(
     )
 
 
-def open_model(path: Path) -> tuple[ModelConfig, WeightSource]:
-    """Reads what the model is and opens its weights, which the caller closes. Raises ModelError."""
+def open_model(path: Path, file: GGUFFile | None = None) -> tuple[ModelConfig, WeightSource]:
+    """Reads what the model is and opens its weights, which the caller closes. Raises ModelError.
+
+    `file` is the GGUF file at `path` where that is open already.
+    """
     if path.is_dir():
         with _naming(path):
             values = read_model_config(path)
@@ -212,7 +217,7 @@ def open_model(path: Path) -> tuple[ModelConfig, WeightSource]:
     if path.suffix.lower() != ".gguf":
         raise UnsupportedModelError(f"{path}: is neither a .gguf file nor a folder with config.json and safetensors")
     try:
-        file = open_gguf(path)
+        file = open_gguf(path) if file is None else file.share()
     except GGUFError as error:
         raise ModelError(str(error)) from error
     try:

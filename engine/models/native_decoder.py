@@ -99,6 +99,7 @@ class NativeDecoder:
         self.first_of_head = len(self.program.ops)
         selected = self.program.floats(config.hidden_size, HEAD_ROWS)
         self._logits = self.program.floats(config.vocab_size, HEAD_ROWS)
+        self._first_logits = [self._logits[:count] for count in range(HEAD_ROWS + 1)]
         head = _packed(decoder.head.weight)
         normed = self.program.activation(head.activation(), config.hidden_size, HEAD_ROWS)
         self.program.select(self._hidden, selected)
@@ -117,7 +118,7 @@ class NativeDecoder:
             self._fill_angles(batch, rope_lengths)
         if batch.num_selected:
             self.program.run(batch)
-            return self._logits[: batch.num_selected]
+            return self._first_logits[batch.num_selected]
         self.program.run(batch, end=self.first_of_head)
         logits = torch.empty(len(rows), self._config.vocab_size)
         for first in range(0, len(rows), HEAD_ROWS):

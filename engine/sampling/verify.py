@@ -9,6 +9,7 @@ function, in float32, with the penalties, bias, forbidden ends and filters of th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -88,7 +89,6 @@ class Verification:
         return results
 
 
-@torch.inference_mode()
 def verify(
     logits: torch.Tensor,
     rows: Sequence[SamplingRow],
@@ -108,7 +108,20 @@ def verify(
     speculation, and the draft is accepted if it is this token. That happens with p(d), and any other token
     comes as from max(p - q, 0). So the very tokens are those of the same seed without speculation.
     """
-    logits = _in_rows(logits[:, :vocab_size])
+    # To enter the mode takes longer than a greedy draw, and the native kernels' logits do not ask for it.
+    with torch.inference_mode() if logits.is_inference() else nullcontext():
+        return _verify(logits, rows, drafts, vocab_size, pending, sources)
+
+
+def _verify(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    drafts: Sequence[Drafts],
+    vocab_size: int | None,
+    pending: torch.Tensor | None,
+    sources: Sequence[int],
+) -> Verification:
+    logits = _in_rows(logits if vocab_size is None or vocab_size >= logits.shape[1] else logits[:, :vocab_size])
     report = LogprobReport(logits, rows)
     if not rows:
         none = torch.empty(0, dtype=torch.int64, device=logits.device)

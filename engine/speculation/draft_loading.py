@@ -21,7 +21,8 @@ from engine.scheduler import LengthFloor
 from engine.speculation.base import MAX_DRAFT_TOKENS
 from engine.speculation.draft_model import DraftModel, draft_budget
 from engine.speculation.vocabulary import check_same_tokens
-from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.text.load import load_tokenizer
+from engine.text.tokenizer import Tokenizer
 
 CAUGHT_UP_WITH = 1
 """Tokens that the draft model computes besides a request's latest one where all its drafts were accepted: the last

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jinja2
 
 from engine.protocol import ChatMessage
 from engine.text.messages import fold_system, merge_neighbours, without_empty_answers
-
-if TYPE_CHECKING:
-    import jinja2
+from engine.text.template_environment import environment
 
 # CPU seconds of the rendering thread, so that a busy machine fails no honest template.
 TIME_LIMIT = 5.0
@@ -99,10 +99,6 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        import jinja2
-
-        from engine.text.template_environment import environment
-
         try:
             return environment(_guard).from_string(self.source)
         except jinja2.TemplateSyntaxError as error:

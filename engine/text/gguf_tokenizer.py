@@ -7,9 +7,13 @@ named there. The rules are those of the original tokenizers.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from engine.loading.gguf import GGUFMetadata
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+from engine.loading.gguf import GGUFFile, GGUFMetadata
 from engine.loading.gguf_split import open_gguf
 from engine.text.chat_template import ChatTemplate
 from engine.text.end_tokens import END_TOKEN_TEXTS, known_end_tokens, token_ids
@@ -19,14 +23,14 @@ from engine.text.token_bytes import byte_level_bytes, names_a_byte
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from engine.text.vocabulary import FastVocabulary, Vocabulary
 
-if TYPE_CHECKING:
-    import tokenizers
 
+def load_gguf_tokenizer(path: Path, file: GGUFFile | None = None) -> Tokenizer:
+    """`file` is the file at `path` where that is open already.
 
-def load_gguf_tokenizer(path: Path) -> Tokenizer:
-    """Raises `TokenizerError` for a tokenizer that is missing, inconsistent or of an unknown kind."""
-    with open_gguf(path) as file:
-        return _GGUFTokenizerBuilder(path, file.metadata).build()
+    Raises `TokenizerError` for a tokenizer that is missing, inconsistent or of an unknown kind.
+    """
+    with open_gguf(path) if file is None else file.share() as opened:
+        return _GGUFTokenizerBuilder(path, opened.metadata).build()
 
 
 class _GGUFTokenizerBuilder:
@@ -42,20 +46,23 @@ class _GGUFTokenizerBuilder:
                 "use a model with a byte-level BPE ('gpt2') or sentencepiece ('llama') tokenizer",
             )
         # Like llama.cpp, an entry without text keeps its id under a name of its own.
-        tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(self.list_of("tokens", str))]
-        if len(set(tokens)) != len(tokens):
-            raise self.error(f"{len(tokens) - len(set(tokens))} of its tokens appear twice in the vocabulary")
-        types = self.token_types(tokens)
+        tokens = self.list_of("tokens", str)
+        if "" in tokens:
+            tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
+        ids = dict(zip(tokens, range(len(tokens))))
+        if len(ids) != len(tokens):
+            raise self.error(f"{len(tokens) - len(ids)} of its tokens appear twice in the vocabulary")
+        types = self.token_types(ids)
         if model == "llama":
             vocabulary: Vocabulary = self.sentencepiece(tokens, types)
             bos_token_id = self.special_token_id("bos", len(tokens), 1)
             strips_leading_space, add_bos = self.flag("add_space_prefix", True), True
         else:
             rules = self.pre_tokenizer()
-            vocabulary = FastVocabulary(self.backend(tokens, types, rules), byte_level_bytes)
+            vocabulary = FastVocabulary(self.backend(ids, types, rules), byte_level_bytes)
             bos_token_id = self.special_token_id("bos", len(tokens))
             strips_leading_space, add_bos = False, rules.add_bos
-        added = [(index, tokens[index]) for index in range(len(tokens)) if types[index] in (CONTROL, USER_DEFINED)]
+        added = [(index, tokens[index]) for index, kind in enumerate(types) if kind in (CONTROL, USER_DEFINED)]
         eos_token_ids = known_end_tokens(added)
         for name in ("eos", "eot", "eom"):
             eos_token_ids |= token_ids(self.special_token_id(name, len(tokens)))
@@ -68,14 +75,16 @@ class _GGUFTokenizerBuilder:
             chat_template=self.chat_template(tokens),
         )
 
-    def token_types(self, tokens: list[str]) -> list[int]:
+    def token_types(self, ids: dict[str, int]) -> list[int]:
         given = "tokenizer.ggml.token_type" in self.metadata
-        types = self.list_of("token_type", int) if given else [NORMAL] * len(tokens)
-        if len(types) != len(tokens):
-            raise self.error(f"it lists {len(tokens)} tokens but {len(types)} token types")
+        types = list(self.list_of("token_type", int)) if given else [NORMAL] * len(ids)
+        if len(types) != len(ids):
+            raise self.error(f"it lists {len(ids)} tokens but {len(types)} token types")
         # Some converters take the tokens that end a turn for ordinary added ones.
-        ends = END_TOKEN_TEXTS
-        return [CONTROL if kind == USER_DEFINED and token in ends else kind for token, kind in zip(tokens, types)]
+        for token_id in token_ids([ids.get(text) for text in END_TOKEN_TEXTS]):
+            if types[token_id] == USER_DEFINED:
+                types[token_id] = CONTROL
+        return types
 
     def sentencepiece(self, tokens: list[str], types: list[int]) -> SentencePieceVocabulary:
         scores = self.list_of("scores", (int, float))
@@ -113,29 +122,26 @@ class _GGUFTokenizerBuilder:
             )
         return PRE_TOKENIZERS[name]
 
-    def backend(self, tokens: list[str], types: list[int], rules: PreTokenizer) -> tokenizers.Tokenizer:
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
-        from tokenizers.models import BPE
-
-        vocab = {token: index for index, token in enumerate(tokens)}
+    def backend(self, ids: dict[str, int], types: list[int], rules: PreTokenizer) -> tokenizers.Tokenizer:
         merges = [tuple(merge.split(" ")) for merge in self.list_of("merges", str)]
         if not {2}.issuperset(map(len, merges)):
             raise self.error("its merges are not pairs of tokens")
         try:
-            model = BPE(vocab=vocab, merges=merges, ignore_merges=rules.whole_words)  # pyright: ignore[reportArgumentType]
+            model = BPE(vocab=ids, merges=merges, ignore_merges=rules.whole_words)  # pyright: ignore[reportArgumentType]
         except Exception as error:  # tokenizers raises bare Exceptions
             raise self.error(f"its vocabulary and merges do not fit together ({error})") from error
-        backend = Tokenizer(model)
+        backend = tokenizers.Tokenizer(model)
         if rules.nfc:
             backend.normalizer = normalizers.NFC()
         splits = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in rules.splits]
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
         backend.decoder = decoders.ByteLevel()
-        control = [token for token, kind in zip(tokens, types) if kind == CONTROL]
-        user_defined = [token for token, kind in zip(tokens, types) if kind == USER_DEFINED]
-        backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in control])
-        backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in user_defined])
+        added = [(token, kind) for token, kind in zip(ids, types) if kind in (CONTROL, USER_DEFINED)]
+        control = [AddedToken(text, normalized=False, special=True) for text, kind in added if kind == CONTROL]
+        user_defined = [AddedToken(text, normalized=False, special=False) for text, kind in added if kind != CONTROL]
+        backend.add_special_tokens(control)
+        backend.add_tokens(user_defined)
         return backend
 
     def chat_template(self, tokens: list[str]) -> ChatTemplate | None:

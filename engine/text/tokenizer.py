@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.text.vocabulary import Vocabulary, any_of
@@ -85,17 +84,3 @@ class Tokenizer:
             return data.decode("utf-8")
         except UnicodeDecodeError:
             return "".join(f"<0x{byte:02X}>" for byte in data)
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Loads the tokenizer of a `.gguf` file or a Hugging Face folder.
-
-    Raises `TokenizerError`, or `GGUFError` for a damaged file.
-    """
-    if path.is_dir():
-        from engine.text.folder_tokenizer import load_folder_tokenizer
-
-        return load_folder_tokenizer(path)
-    from engine.text.gguf_tokenizer import load_gguf_tokenizer
-
-    return load_gguf_tokenizer(path)

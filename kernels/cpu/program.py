@@ -28,6 +28,7 @@ from kernels.cpu.library import (
     load,
 )
 from kernels.cpu.packing import PackedWeight
+from kernels.host_memory import lazy_zeros
 
 
 class StepBatch:
@@ -122,7 +123,7 @@ class Program:
 
     def floats(self, columns: int, rows: int | None = None) -> torch.Tensor:
         """A float32 buffer [rows, columns]; None is max_rows."""
-        buffer = torch.zeros(rows or self.max_rows, columns, dtype=torch.float32)
+        buffer = lazy_zeros((rows or self.max_rows, columns), torch.float32)
         self.buffer_bytes += buffer.nbytes
         return buffer
 
@@ -137,9 +138,9 @@ class Program:
             ActivationKind.INT16: torch.int16,
             ActivationKind.BYTE_PAIR: torch.int16,
         }
-        values = torch.zeros(rows, columns, dtype=dtype[kind])
-        scales = torch.zeros(rows, columns // GROUP) if kind != ActivationKind.F32 else None
-        sums = torch.zeros(rows, 2 * columns // GROUP) if kind != ActivationKind.F32 else None
+        values = lazy_zeros((rows, columns), dtype[kind])
+        scales = lazy_zeros((rows, columns // GROUP), torch.float32) if kind != ActivationKind.F32 else None
+        sums = lazy_zeros((rows, 2 * columns // GROUP), torch.float32) if kind != ActivationKind.F32 else None
         tensors = tuple(tensor for tensor in (values, scales, sums) if tensor is not None)
         self.buffer_bytes += sum(tensor.nbytes for tensor in tensors)
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in (values, scales, sums)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
+import operator
 
 import torch
 
@@ -49,26 +50,65 @@ def verify_drafts(
 
 
 def _describe(logits: torch.Tensor, batch: SamplingBatch) -> tuple[library.Sampling, torch.Tensor, torch.Tensor]:
-    token_ids = torch.empty(logits.shape[0], dtype=torch.int64)
-    healthy = torch.empty(logits.shape[0], dtype=torch.bool)
-    sampling = library.Sampling(*logits.shape, _address(logits, torch.float32), logits.stride(0))
-    (
-        sampling.temperature,
-        sampling.min_p,
-        sampling.top_k,
-        sampling.top_p,
-        sampling.temperature_last,
-    ) = _settings(batch.temperature, batch.min_p, batch.top_k, batch.top_p, batch.temperature_last)
-    sampling.uniforms = _address(batch.uniforms, torch.float64)
-    sampling.token_ids, sampling.healthy = token_ids.data_ptr(), healthy.data_ptr()
+    num_rows, vocab_size = logits.shape
+    token_ids, healthy, at_token_ids, at_healthy = _take_results(num_rows)
+    at_logits, *at_settings = _addresses(logits, batch)
+    sampling = library.Sampling(num_rows, vocab_size, at_logits, logits.stride(0), *at_settings)
+    sampling.token_ids, sampling.healthy = at_token_ids, at_healthy
     return sampling, token_ids, healthy
 
 
-@functools.lru_cache(maxsize=16)
-def _settings(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Addresses of what stays the same from step to step; asking for each takes longer than a greedy draw."""
-    dtypes = (torch.float32, torch.float32, torch.int32, torch.float32, torch.bool)
-    return tuple(_address(tensor, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True))
+_DTYPES = (torch.float32, torch.float32, torch.float32, torch.int32, torch.float32, torch.bool, torch.float64)
+_latest: tuple[tuple[torch.Tensor, ...], tuple[int, ...]] = ((), ())
+"""What the latest batch was sampled with, and where it lies."""
+
+
+def _addresses(logits: torch.Tensor, batch: SamplingBatch) -> tuple[int, ...]:
+    """Where logits, settings and noise lie. Most stay what they were, and asking takes longer than a greedy draw."""
+    global _latest
+    tensors = (
+        logits,
+        batch.temperature,
+        batch.min_p,
+        batch.top_k,
+        batch.top_p,
+        batch.temperature_last,
+        batch.uniforms,
+    )
+    known, addresses = _latest
+    if not known or not all(map(operator.is_, known, tensors)):
+        before = iter(zip(known, addresses)) if known else itertools.repeat((None, 0))
+        addresses = tuple(
+            address if same is tensor else _address(tensor, dtype)
+            for tensor, dtype, (same, address) in zip(tensors, _DTYPES, before)
+        )
+        _latest = tensors, addresses
+    return addresses
+
+
+_ROWS_AT_ONCE = 512
+_results: dict[int, list[tuple[torch.Tensor, torch.Tensor, int, int]]] = {}
+
+
+def _take_results(num_rows: int) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Room for token ids and flags of so many rows, and where it lies; made for many steps at once, for each its own.
+
+    To make a small tensor takes longer than a greedy draw, when a step has just gone through all of the cache.
+    """
+    try:
+        return _results[num_rows].pop()
+    except (KeyError, IndexError):  # the latter in one of several threads
+        steps = max(1, _ROWS_AT_ONCE // max(1, num_rows))
+        token_ids = torch.empty(steps, num_rows, dtype=torch.int64)
+        healthy = torch.empty(steps, num_rows, dtype=torch.bool)
+        at_token_ids, at_healthy = token_ids.data_ptr(), healthy.data_ptr()
+        made = [
+            (ids, flags, at_token_ids + 8 * num_rows * step, at_healthy + num_rows * step)
+            for step, (ids, flags) in enumerate(zip(token_ids.unbind(), healthy.unbind()))
+        ]
+        taken = made.pop()
+        _results[num_rows] = made
+        return taken
 
 
 def _add_cells(adjustment: library.Adjustment, cells: LogitCells) -> None:

@@ -76,7 +76,7 @@ def _run_one(peer: str, task: str, model: Path, threads: int) -> None:
 
 
 def _token_ids(model: Path) -> list[int]:
-    from engine.text.tokenizer import load_tokenizer
+    from engine.text.load import load_tokenizer
 
     return load_tokenizer(model).encode(TEXT.read_text())
 

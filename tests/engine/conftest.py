@@ -1,7 +1,8 @@
-"""The starter model, loaded once for all engine tests."""
+"""What all engine tests share: the starter model, loaded once, and a collector that passes over what was imported."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,17 @@ from engine.engine import Engine
 from engine.llm import LLM
 from engine.models import LoadedModel
 from engine.protocol import EngineConfig
-from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.text.load import load_tokenizer
+from engine.text.tokenizer import Tokenizer
 from kernels import ops
 from tests.engine.tiny_llama import load
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _settled_imports() -> None:
+    """Each model that is let go of has garbage collected: all of torch and transformers need not be looked through."""
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,10 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 
 def save_family(family: str, folder: Path) -> PreTrainedModel:
     """Writes the family's model and a tokenizer that fits it into `folder`, and returns the model."""
-    model = FAMILIES[family]()
+    return save_model(FAMILIES[family](), folder)
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return model

@@ -13,8 +13,8 @@ import pytest
 from engine.protocol import ChatMessage
 from engine.text import chat_template as module
 from engine.text.chat_template import ChatTemplate, ChatTemplateError
+from engine.text.load import load_tokenizer
 from engine.text.template_environment import environment
-from engine.text.tokenizer import load_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -13,8 +13,9 @@ from tokenizers import decoders as backend_decoders
 from tokenizers.models import BPE
 
 from engine.text.detokenizer import Detokenizer
+from engine.text.load import load_tokenizer
 from engine.text.token_bytes import sentencepiece_bytes
-from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.text.tokenizer import Tokenizer
 from engine.text.vocabulary import FastVocabulary
 
 

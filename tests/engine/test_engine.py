@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -12,6 +13,7 @@ import torch
 from engine import memory
 from engine.answer import RequestOutput
 from engine.engine import Engine
+from engine.loading.gguf import GGUFFile
 from engine.models import LoadCancelled
 from engine.protocol import (
     BLOCK_ACTIVE,
@@ -390,6 +392,23 @@ def test_loading_can_be_cancelled(starter):
 
     with pytest.raises(LoadCancelled):
         Engine.load(EngineConfig(model=str(starter.path), device="cpu"), cancelled=cancelled)
+    assert gc.isenabled()
+
+
+def test_a_load_reads_the_header_once_and_leaves_the_collector_running(starter, monkeypatch):
+    read: list[Path] = []
+    parse = GGUFFile._parse
+
+    def parse_and_tell(file: GGUFFile) -> None:
+        read.append(file.path)
+        parse(file)
+
+    monkeypatch.setattr(GGUFFile, "_parse", parse_and_tell)
+    engine = Engine.load(EngineConfig(model=str(starter.path), device="cpu", num_kv_blocks=16))
+    # How much the steps of the other kernels take is estimated from a description.
+    assert read == [starter.path] * (1 if engine.info.kernels.startswith("native") else 2)
+    assert gc.isenabled()
+    engine.close()
 
 
 def test_closing_gives_the_memory_back(starter):

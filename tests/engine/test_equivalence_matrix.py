@@ -19,7 +19,8 @@ from engine.llm import LLM
 from engine.models import LoadedModel
 from engine.protocol import EngineConfig, SamplingParams
 from engine.speculation.ngram import NgramIndex
-from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.text.load import load_tokenizer
+from engine.text.tokenizer import Tokenizer
 from kernels import ops
 from tests.engine.families import FAMILIES, VOCAB_SIZE, save_family, save_tokenizer
 from tests.engine.test_transformers_backend import OTHERS, make_other

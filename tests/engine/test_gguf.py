@@ -85,6 +85,28 @@ def test_arrays_asked_for_after_close_say_so(tiny: Path) -> None:
         file.metadata["tokenizer.ggml.merges"]
 
 
+def test_a_shared_file_stays_open_until_its_last_user_closes_it(tiny: Path) -> None:
+    file = GGUFFile(tiny)
+    with file.share():
+        file.close()
+        assert len(file.metadata["tokenizer.ggml.merges"]) > 0
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.tokens.*closed"):
+        file.metadata["tokenizer.ggml.tokens"]
+
+
+def test_strings_with_zero_bytes_and_none_at_all_are_read_as_they_are(tmp_path: Path) -> None:
+    for name, strings in (("zeros", ["a\0", "", "\0\0", "ü"]), ("empty", []), ("one", [""])):
+        path = tmp_path / f"{name}.gguf"
+        values = b"".join(struct.pack("<Q", len(text.encode())) + text.encode() for text in strings)
+        path.write_bytes(
+            struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)
+            + entry("texts", 9, struct.pack("<IQ", 8, len(strings)) + values)
+            + bytes(64)
+        )
+        with GGUFFile(path) as file:
+            assert file.metadata["texts"] == strings
+
+
 def test_reading_gguf_loads_neither_torch_nor_numpy() -> None:
     code = "import sys, engine.loading.gguf; print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
@@ -121,7 +143,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     ),
     "absurd string in an array": (
         header(entry("a", ARRAY, struct.pack("<IQQ", STRING, 1, 2**63)), num_entries=1),
-        "element 0 of metadata 'a' claims",
+        "metadata 'a' runs beyond the end of the file",
     ),
     "alignment of 0": (header(entry("general.alignment", U32, bytes(4)), num_entries=1), "alignment is 0"),
     "alignment of 24": (

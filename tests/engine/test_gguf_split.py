@@ -12,7 +12,7 @@ from engine.catalog import describe_path, find_models
 from engine.loading.gguf import GGUFError, GGUFFile
 from engine.loading.gguf_split import open_gguf, parts_of
 from engine.models.config import ModelError
-from engine.text.tokenizer import load_tokenizer
+from engine.text.load import load_tokenizer
 from tests.engine.families import FAMILIES
 from tests.engine.gguf_writer import write_gguf_model
 from tests.engine.tiny_gguf import header, set_metadata

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from engine.parameters import OverflowPolicy
 from engine.protocol import ChatMessage
+from engine.text.load import load_tokenizer
 from engine.text.prompt import PromptError, answer_room, build_prompt, encode_chat, fit_tokens
-from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.engine.test_chat_template import STRICT, chat
 from tests.engine.tiny_gguf import TEMPLATE, write_model
 

@@ -13,7 +13,7 @@ from engine.request import Request
 from engine.speculation.ngram import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, NgramDrafter, NgramIndex
 from engine.speculation.policy import FIRST_ACCEPTANCE, STALE_STEPS, DraftPolicy, Outcome, StepCosts
 from engine.speculation.vocabulary import check_same_tokens
-from engine.text.tokenizer import load_tokenizer
+from engine.text.load import load_tokenizer
 from tests.engine.tiny_gguf import BYTE_ALPHABET, write_model
 
 # ---------------------------------------------------------------- prompt lookup

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from engine.protocol import ChatMessage
 from engine.text.chat_template import ChatTemplate
 from engine.text.detokenizer import Detokenizer
+from engine.text.load import load_tokenizer
 from engine.text.prompt import encode_chat
 from engine.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
-from engine.text.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from engine.text.tokenizer import Tokenizer, TokenizerError
 from tests.engine.test_tokenizer import TEXTS, generated_texts
 from tests.engine.tiny_gguf import write_model
 

@@ -29,7 +29,7 @@ from engine.models.hf_config import config_from_hf
 from engine.models.loader import LoadedModel, compute_dtype
 from engine.protocol import EngineConfig
 from engine.quantization.affine import AffineMatrix
-from engine.text.tokenizer import load_tokenizer
+from engine.text.load import load_tokenizer
 
 Quantization = Literal["int8", "int4"]
 
