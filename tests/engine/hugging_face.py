@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import functools
+import struct
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.loading.gguf import GGUFFile
+
+
+class _WeightsReader(gguf.GGUFReader):
+    """Passes over lists such as the vocabulary: the package makes an array for each item, half of a load's time."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type != gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        data: Any = self.data
+        item_type, count = struct.unpack_from("<IQ", data, orig_offs)
+        end = orig_offs + struct.calcsize("<IQ")
+        if item_type == gguf.GGUFValueType.STRING:
+            for _ in range(count):
+                end += 8 + struct.unpack_from("<Q", data, end)[0]
+        else:
+            end += count * np.dtype(self.gguf_scalar_to_np[gguf.GGUFValueType(item_type)]).itemsize
+        return end - orig_offs, [data[orig_offs:end]], [], [gguf.GGUFValueType.ARRAY]
 
 
 @functools.cache
@@ -21,7 +43,12 @@ def hugging_face_llama(path: Path) -> LlamaForCausalLM:
     # The reader wants a model for its tensor names only; one pass over the file then gives both halves.
     with torch.device("meta"):
         names_only = LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers))
-    checkpoint = load_gguf_checkpoint(path, return_tensors=True, model_to_load=names_only, torch_dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", _WeightsReader)
+        # transformers makes the same map of names for every module of the model.
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        options = {"return_tensors": True, "torch_dtype": torch.float32}
+        checkpoint = load_gguf_checkpoint(path, model_to_load=names_only, **options)
     config, state = LlamaConfig(**checkpoint["config"]), checkpoint["tensors"]
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     with torch.device("meta"):

@@ -7,7 +7,6 @@ file, unless what it says can be computed after all.
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import random
 import re
@@ -108,7 +107,7 @@ def forget_peak() -> None:
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory) -> Iterator[Path]:
+def originals(tmp_path_factory) -> Path:
     """A good folder and a good file, which have been loaded once."""
     root = tmp_path_factory.mktemp("originals")
     model = save_family("llama", root / "llama")
@@ -118,10 +117,7 @@ def originals(tmp_path_factory) -> Iterator[Path]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv(ops.BACKEND_VARIABLE, kernels)
                 Attempt.use(path, False, {})
-    gc.collect()
-    gc.freeze()  # or each model that is let go of costs a look at all of torch and transformers
-    yield root
-    gc.unfreeze()
+    return root
 
 
 @pytest.fixture

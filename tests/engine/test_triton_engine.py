@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP, MixtureOfExperts
@@ -20,42 +22,75 @@ from engine.quantization.int4 import quantize_int4
 from engine.quantization.int8 import quantize_int8
 from engine.quantization.triton_tiles import TritonWeight, triton_affine
 from kernels import ops
-from tests.engine.families import FAMILIES, save_family
+from tests.engine.families import FAMILIES, VOCAB_SIZE, save_model
 from tests.engine.gguf_writer import write_gguf_model
+from tests.engine.test_equivalence_matrix import draft_from
+from tests.engine.tiny_llama import random_tokens
 
 pytest.importorskip("triton", reason="triton is made for Linux only")
 
 PROMPTS = [[5, 9, 3], list(range(2, 9))]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
 
-def tokens(path: Path, kernels: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[list[int]]:
-    """The answers to all prompts at once, prefilled in chunks."""
+def shallow(family: str, num_layers: int) -> PreTrainedModel:
+    """The family's model with its first layers only: the interpreter is slow."""
+    model: Any = FAMILIES[family]()
+    model.model.layers = model.model.layers[:num_layers]
+    model.config.num_hidden_layers = num_layers
+    if getattr(model.config, "layer_types", None) is not None:
+        model.config.layer_types = model.config.layer_types[:num_layers]
+    return model
+
+
+@contextmanager
+def llm_on(kernels: str, path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Iterator[LLM]:
+    """The model in `path`, which computes longer prompts in chunks."""
     monkeypatch.setenv(ops.BACKEND_VARIABLE, kernels)
     ops._backend.cache_clear()
     try:
         with LLM(path, num_kv_blocks=24, max_batched_tokens=8, **options) as llm:
             assert llm.info.kernels == kernels
-            return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
+            yield llm
     finally:
         monkeypatch.delenv(ops.BACKEND_VARIABLE)
         ops._backend.cache_clear()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss"])
-def test_families_give_the_references_tokens(family, tmp_path, monkeypatch):
+def answers(llm: LLM, max_tokens: int = 2) -> list[list[int]]:
+    """To all prompts at once."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return [completion.token_ids for completion in llm.generate(PROMPTS, greedy)]
+
+
+@pytest.mark.parametrize(("family", "num_layers"), [("qwen3", 2), ("gemma2", 2), ("gpt_oss", 1)])
+def test_families_give_the_references_logits_and_tokens(family, num_layers, tmp_path, monkeypatch):
     """Between them: norms of queries and keys, windows, soft caps, GELU, sinks, experts."""
-    save_family(family, tmp_path)
-    assert tokens(tmp_path, "triton", monkeypatch) == tokens(tmp_path, "reference", monkeypatch)
+    save_model(shallow(family, num_layers), tmp_path)
+    beyond_the_windows = random_tokens(22, VOCAB_SIZE)
+    with llm_on("reference", tmp_path, monkeypatch) as llm:
+        expected, tokens = llm.logits(beyond_the_windows), answers(llm)
+    with llm_on("triton", tmp_path, monkeypatch) as llm:
+        torch.testing.assert_close(llm.logits(beyond_the_windows), expected, atol=1e-3, rtol=1e-4)
+        assert answers(llm) == tokens
 
 
-@pytest.mark.parametrize(
-    "options", [{"quantization": "int4"}, {"quantization": "int8", "kv_dtype": "int8"}, {"speculation": "ngram"}]
-)
-def test_integer_weights_integer_caches_and_drafts_give_the_references_tokens(options, tmp_path, monkeypatch):
-    save_family("llama", tmp_path)
-    expected = tokens(tmp_path, "reference", monkeypatch, **options)
-    assert tokens(tmp_path, "triton", monkeypatch, **options) == expected
+@pytest.mark.parametrize("options", [{"quantization": "int4"}, {"quantization": "int8", "kv_dtype": "int8"}])
+def test_integer_weights_and_integer_caches_give_the_references_tokens(options, tmp_path, monkeypatch):
+    save_model(shallow("llama", 2 if "kv_dtype" in options else 1), tmp_path)
+    with llm_on("reference", tmp_path, monkeypatch, **options) as llm:
+        expected = answers(llm)
+    with llm_on("triton", tmp_path, monkeypatch, **options) as llm:
+        assert answers(llm) == expected
+
+
+def test_drafts_right_and_wrong_give_the_references_tokens(tmp_path, monkeypatch):
+    save_model(shallow("llama", 2), tmp_path)
+    with llm_on("reference", tmp_path, monkeypatch) as llm:
+        expected = answers(llm, max_tokens=4)
+    draft_from(monkeypatch, [prompt + answer for prompt, answer in zip(PROMPTS, expected)])
+    with llm_on("triton", tmp_path, monkeypatch, speculation="ngram", num_draft_tokens=2) as llm:
+        assert answers(llm, max_tokens=4) == expected
+        assert 0 < llm.stats()["accepted_tokens"] < llm.stats()["drafted_tokens"]
 
 
 # ---------------------------------------------------------------- experts
@@ -125,11 +160,11 @@ def test_experts_that_cannot_be_one_stack_are_computed_one_after_another(triton_
 @pytest.mark.parametrize("tensor_type", ["Q4_0"])
 def test_a_gguf_file_stays_packed(tensor_type, tmp_path, monkeypatch):
     path = tmp_path / "model.gguf"
-    write_gguf_model(path, FAMILIES["llama"](), tensor_type)
-    expected = tokens(path, "reference", monkeypatch)
-    assert tokens(path, "triton", monkeypatch) == expected
-    monkeypatch.setenv(ops.BACKEND_VARIABLE, "triton")
-    with LLM(path, num_kv_blocks=8) as llm:
+    write_gguf_model(path, shallow("llama", 1), tensor_type)
+    with llm_on("reference", path, monkeypatch) as llm:
+        expected = answers(llm)
+    with llm_on("triton", path, monkeypatch) as llm:
+        assert answers(llm) == expected
         runner: Any = llm.engine._runner
         weight = runner.loaded.model.layers[0].attention.qkv.weight
         assert isinstance(weight, TritonWeight)
