@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -89,10 +90,15 @@ def load(
         return _load_on(config, path, file, tokenizer, device, started, on_progress, cancelled)
 
 
+_HEAD_START = 0.04
+"""Seconds in which most of a small model's weights are found, so that native threads have something to pack."""
+
+
 class _TokenizerReader:
-    """Reads a model's tokenizer while its weights are packed, which needs Python for little."""
+    """Reads a model's tokenizer while its weights are packed, which needs Python only to find them, and that first."""
 
     def __init__(self, path: Path, file: GGUFFile | None) -> None:
+        self._wanted = threading.Event()
         self._pool = ThreadPoolExecutor(1, "kvasir-tokenizer")
         self._reading = self._pool.submit(self._read, path, file)
 
@@ -100,10 +106,11 @@ class _TokenizerReader:
         return self
 
     def __exit__(self, *_error: object) -> None:
+        self._wanted.set()
         self._pool.shutdown()
 
-    @staticmethod
-    def _read(path: Path, file: GGUFFile | None) -> Tokenizer:
+    def _read(self, path: Path, file: GGUFFile | None) -> Tokenizer:
+        self._wanted.wait(_HEAD_START)
         tokenizer = load_tokenizer(path, file)
         if tokenizer.chat_template is not None:
             tokenizer.chat_template.supports_system_role  # noqa: B018  compiles it, and is asked for at the end
@@ -115,6 +122,7 @@ class _TokenizerReader:
 
     def result(self) -> Tokenizer:
         """Waits for it. Raises what `load_tokenizer` does."""
+        self._wanted.set()
         return self._reading.result()
 
 

@@ -82,7 +82,7 @@ class PackedWeight:
 
 _HUGE_PAGE = 2 << 20
 _ARENA_BYTES = 32 << 20
-_BYTES_AT_ONCE = 16 << 20
+_BYTES_AT_ONCE = 128 << 20
 
 
 class _Arena:

@@ -75,11 +75,11 @@ void place_1_bit(uint8_t* plane, int r, const uint8_t* codes) {
         plane[4 * r + j] = uint8_t(byte);
     }
 }
-void place_byte_pairs(int8_t* bytes, int r, const int8_t* from) {
-    for (int c = 0; c < KV_GROUP; c++) bytes[16 * (c / 2) + 2 * r + c % 2] = from[c];
-}
-void place_nibble_pairs(uint8_t* bytes, int r, const uint8_t* from) {
-    for (int c = 0; c < 16; c++) bytes[16 * (c / 2) + 2 * r + c % 2] = from[c];
+// Places `count` bytes in pairs: pair i of row r is pair 8 i + r.
+template <int count>
+void place_pairs(void* bytes, int r, const void* from) {
+    for (int i = 0; i < count / 2; i++)
+        std::memcpy((uint8_t*)bytes + 2 * (KV_TILE * i + r), (const uint8_t*)from + 2 * i, 2);
 }
 
 void shift_right(const uint8_t* from, int count, int by, uint8_t* to) {
@@ -116,7 +116,7 @@ void place(const SourceQ5_1& from, TileQ5_1& to, int r) {
 }
 void place(const SourceQ8_0& from, TileQ8_0& to, int r) {
     to.scale[r] = read_half(from.scale);
-    place_byte_pairs(to.bytes, r, from.bytes);
+    place_pairs<KV_GROUP>(to.bytes, r, from.bytes);
 }
 void place(const SourceMXFP4& from, TileMXFP4& to, int r) {
     // 2^(exponent - 128); the two smallest are subnormal.
@@ -125,7 +125,7 @@ void place(const SourceMXFP4& from, TileMXFP4& to, int r) {
 }
 void place(const SourceQ4_0& from, TileIQ4NL& to, int r) {  // IQ4_NL has the same fields
     to.scale[r] = read_half(from.scale);
-    place_nibble_pairs(to.codes, r, from.codes);
+    place_pairs<16>(to.codes, r, from.codes);
 }
 
 void place(const SourceQ2K& from, TileQ2K& to, int r) {
@@ -200,7 +200,7 @@ void place(const SourceIQ4XS& from, TileIQ4XS& to, int r) {
     for (int g = 0; g < BLOCK_GROUPS; g++) {
         const int low = from.scales_low[g / 2] >> 4 * (g % 2) & 15;
         to.scales[g][r] = int8_t((low | (high >> 2 * g & 3) << 4) - 32);
-        place_nibble_pairs(to.codes[g], r, from.codes + 16 * g);
+        place_pairs<16>(to.codes[g], r, from.codes + 16 * g);
     }
 }
 
@@ -225,10 +225,11 @@ void pack_blocks(const KvPacking& matrix, int64_t t, int rows) {
     const int blocks = matrix.columns / columns;
     Tile* tile = (Tile*)matrix.packed + t * blocks;
     if (rows < KV_TILE) std::memset(tile, 0, sizeof(Tile) * blocks);
-    for (int r = 0; r < rows; r++) {
-        const Source* from = (const Source*)find_row(matrix, t * KV_TILE + r, int64_t(sizeof(Source)) * blocks);
-        for (int b = 0; b < blocks; b++) place(from[b], tile[b], r);
-    }
+    const Source* from[KV_TILE];
+    for (int r = 0; r < rows; r++)
+        from[r] = (const Source*)find_row(matrix, t * KV_TILE + r, int64_t(sizeof(Source)) * blocks);
+    for (int b = 0; b < blocks; b++)
+        for (int r = 0; r < rows; r++) place(from[r][b], tile[b], r);
 }
 
 template <class Value>
