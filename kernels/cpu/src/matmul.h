@@ -77,6 +77,9 @@ constexpr int ROWS_AT_ONCE = KV_PANEL;
 constexpr int ROWS_AT_ONCE = 1;
 #endif
 
+// So many rows stay in the first-level cache, and weights stream past them in order.
+constexpr int STREAMED_ROWS = 2 * KV_PANEL;
+
 // The kernels of one weight format, for 1 to ROWS_AT_ONCE rows of one panel.
 struct FormatKernels {
     TileDot dots[KV_PANEL + 1] = {};
@@ -150,10 +153,15 @@ inline void stream_units(int units, WorkQueue& queue, Function f) {
 inline void matmul_rows(const KvOp& op, int first_row, int end_row, WorkQueue& queue) {
     const FormatKernels kernels(*op.weight);
     const int tiles = (op.weight->rows + KV_TILE - 1) / KV_TILE, units = (tiles + 1) / 2;
-    if (end_row - first_row <= ROWS_AT_ONCE && first_row / KV_PANEL == (end_row - 1) / KV_PANEL) {
-        if (first_row < end_row)
-            stream_units(units, queue,
-                         [&](int unit) { two_tiles(op, kernels, unit, first_row, end_row - first_row, true); });
+    // How many of the rows from `row` on are multiplied at once.
+    const auto rows_at = [](int row, int end) { return std::min({end - row, ROWS_AT_ONCE, KV_PANEL - row % KV_PANEL}); };
+    if (end_row - first_row <= STREAMED_ROWS) {
+        stream_units(units, queue, [&](int unit) {
+            for (int row = first_row, count; row < end_row; row += count) {
+                count = rows_at(row, end_row);
+                two_tiles(op, kernels, unit, row, count, row == first_row);
+            }
+        });
         return;
     }
     // A block of tiles stays in the second-level cache while the rows go past it, a panel in the first-level one.
@@ -166,7 +174,7 @@ inline void matmul_rows(const KvOp& op, int first_row, int end_row, WorkQueue& q
         const int row_end = std::min(end_row, block_begin + row_block);
         const int unit_begin = chunk % unit_blocks * unit_block, unit_end = std::min(units, unit_begin + unit_block);
         for (int row = std::max(first_row, block_begin), count; row < row_end; row += count) {
-            count = std::min({row_end - row, ROWS_AT_ONCE, KV_PANEL - row % KV_PANEL});
+            count = rows_at(row, row_end);
             const bool from_memory = row == std::max(first_row, block_begin);
             for (int unit = unit_begin; unit < unit_end; unit++) two_tiles(op, kernels, unit, row, count, from_memory);
         }

@@ -52,6 +52,7 @@ class Job {
     std::atomic<uint32_t> presence_{OVER};  // the number of threads in it
 };
 
+// Its threads are bound to no core: where two pools meet, or cores are not alike, the system places them better.
 class ThreadPool {
   public:
     ~ThreadPool() { resize(1); }
