@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from engine import catalog, memory
 from engine.dtypes import dtype_name
 from engine.failures import is_out_of_memory
-from engine.heap import collector_paused
 from engine.kv_cache import kv_bytes_per_token
 from engine.loading.describe import DescriptionError, describe
 from engine.loading.gguf import GGUFFile
@@ -82,11 +81,7 @@ def load(
         ops.set_num_threads(num_compute_threads())
     on_progress("Reading the tokenizer", 0, 0)
     is_gguf = path.is_file() and path.suffix.lower() == ".gguf"
-    with (
-        collector_paused(),
-        open_gguf(path) if is_gguf else nullcontext() as file,
-        _TokenizerReader(path, file) as tokenizer,
-    ):
+    with open_gguf(path) if is_gguf else nullcontext() as file, _TokenizerReader(path, file) as tokenizer:
         return _load_on(config, path, file, tokenizer, device, started, on_progress, cancelled)
 
 
@@ -99,6 +94,7 @@ class _TokenizerReader:
 
     def __init__(self, path: Path, file: GGUFFile | None) -> None:
         self._wanted = threading.Event()
+        self._is_over = False
         self._pool = ThreadPoolExecutor(1, "kvasir-tokenizer")
         self._reading = self._pool.submit(self._read, path, file)
 
@@ -106,11 +102,14 @@ class _TokenizerReader:
         return self
 
     def __exit__(self, *_error: object) -> None:
+        self._is_over = True
         self._wanted.set()
         self._pool.shutdown()
 
     def _read(self, path: Path, file: GGUFFile | None) -> Tokenizer:
         self._wanted.wait(_HEAD_START)
+        if self._is_over:
+            raise LoadCancelled
         tokenizer = load_tokenizer(path, file)
         if tokenizer.chat_template is not None:
             tokenizer.chat_template.supports_system_role  # noqa: B018  compiles it, and is asked for at the end

@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from engine.heap import collector_paused
 from engine.loading.gguf import GGUFFile, GGUFMetadata
 from engine.loading.gguf_split import open_gguf
 from engine.text.chat_template import ChatTemplate
@@ -29,7 +30,8 @@ def load_gguf_tokenizer(path: Path, file: GGUFFile | None = None) -> Tokenizer:
 
     Raises `TokenizerError` for a tokenizer that is missing, inconsistent or of an unknown kind.
     """
-    with open_gguf(path) if file is None else file.share() as opened:
+    # A vocabulary is some hundred thousand objects without a cycle.
+    with collector_paused(), open_gguf(path) if file is None else file.share() as opened:
         return _GGUFTokenizerBuilder(path, opened.metadata).build()
 
 
