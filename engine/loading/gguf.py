@@ -11,6 +11,7 @@ import itertools
 import mmap
 import os
 import struct
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ MAX_METADATA_ENTRIES = 1 << 16
 MAX_TENSORS = 1 << 20
 MAX_ARRAY_LENGTH = 1 << 24
 MAX_STRING_BYTES = 1 << 24
+MAX_STRINGS_BYTES = 1 << 28
 MAX_NAME_BYTES = 1 << 16
 MAX_DIMENSIONS = 4
 
@@ -79,6 +81,18 @@ _U64 = struct.Struct("<Q")
 
 class GGUFError(ValueError):
     """A GGUF file that cannot be used. The message names the file, the fault and what to do."""
+
+
+# Python names it from 3.13 on.
+_LINUX_MAP_NORESERVE = 0x4000
+
+
+def _private_pages(fileno: int) -> mmap.mmap:
+    """Maps a whole file: torch asks for memory it may write to, and a write must not reach the file."""
+    if sys.platform != "linux":
+        return mmap.mmap(fileno, 0, access=mmap.ACCESS_COPY)
+    # A file that is larger than memory is refused if all of it is to be set aside for such writes.
+    return mmap.mmap(fileno, 0, flags=mmap.MAP_PRIVATE | _LINUX_MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +170,7 @@ class GGUFFile:
                 self.size = os.fstat(file.fileno()).st_size
                 if self.size == 0:
                     self._fail("the file is empty", "download it again")
-                # Private pages: torch asks for memory it may write to, and a write would not reach the file.
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._map = _private_pages(file.fileno())
         except OSError as error:
             self._fail(f"cannot be opened ({error.strerror or error})", "check the path and its permissions")
         self.metadata = GGUFMetadata(self)
@@ -301,6 +314,9 @@ class GGUFFile:
             self._fail(f"element {index} of {what} lies beyond the end of the file (truncated?)")
         if position > self.size:
             self._fail(f"{what} runs beyond the end of the file (truncated?)")
+        if position - self._position > MAX_STRINGS_BYTES:
+            nbytes = position - self._position
+            self._fail(f"{what} claims {nbytes} bytes (at most {MAX_STRINGS_BYTES} are plausible)")
         self._position = position
 
     def _decode_array(self, key: str, array: _Array) -> list[Any]:

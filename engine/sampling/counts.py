@@ -133,7 +133,8 @@ class CountTables:
     def _take_slot(self, vocab_size: int, device: torch.device) -> int:
         if not self._free:
             num_slots = 0 if self._counts is None else self._counts.shape[1]
-            grown = torch.zeros(2, max(_FEWEST_SLOTS, 2 * num_slots), vocab_size, dtype=torch.int32, device=device)
+            with torch.inference_mode(False):  # in which drafts are drawn, but not all logits verified
+                grown = torch.zeros(2, max(_FEWEST_SLOTS, 2 * num_slots), vocab_size, dtype=torch.int32, device=device)
             if self._counts is not None:
                 grown[:, :num_slots] = self._counts
             self._counts = grown

@@ -144,15 +144,15 @@ class Packer:
             )
         data = _arena.allocate(nbytes)
         structs = (Rows * len(parts))(*((part.data_ptr(), part.shape[0]) for part in parts))
-        # The parts have to live as long as their addresses are needed.
-        self._waiting.append((Packing(weight_format, columns, structs, len(parts), data.data_ptr()), parts))
+        # All has to live as long as its address is needed, even a weight that nobody wants any more.
+        self._waiting.append((Packing(weight_format, columns, structs, len(parts), data.data_ptr()), [*parts, data]))
         self._waiting_bytes += nbytes
         if self._waiting_bytes >= _BYTES_AT_ONCE:
             self.finish()
         return PackedWeight(data, Weight(weight_format, rows, columns, 0, data.data_ptr()))
 
     def finish(self) -> None:
-        matrices = (Packing * len(self._waiting))(*(packing for packing, _parts in self._waiting))
+        matrices = (Packing * len(self._waiting))(*(packing for packing, _memory in self._waiting))
         code = load().kv_pack(matrices, len(matrices))
         assert code == 0, f"matrix {-1 - code} has a shape that was not refused before"
         self._waiting.clear()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -59,15 +61,14 @@ def _describe(logits: torch.Tensor, batch: SamplingBatch) -> tuple[library.Sampl
 
 
 _DTYPES = (torch.float32, torch.float32, torch.float32, torch.int32, torch.float32, torch.bool, torch.float64)
-_latest: tuple[tuple[torch.Tensor, ...], tuple[int, ...]] = ((), ())
-"""What the latest batch was sampled with, and where it lies."""
+_latest: tuple[Callable[[], torch.Tensor | None], tuple[torch.Tensor, ...], tuple[int, ...]] = (lambda: None, (), ())
+"""What the latest batch was sampled with, the logits as long as somebody needs them, and where it lies."""
 
 
 def _addresses(logits: torch.Tensor, batch: SamplingBatch) -> tuple[int, ...]:
     """Where logits, settings and noise lie. Most stay what they were, and asking takes longer than a greedy draw."""
     global _latest
     tensors = (
-        logits,
         batch.temperature,
         batch.min_p,
         batch.top_k,
@@ -75,14 +76,14 @@ def _addresses(logits: torch.Tensor, batch: SamplingBatch) -> tuple[int, ...]:
         batch.temperature_last,
         batch.uniforms,
     )
-    known, addresses = _latest
-    if not known or not all(map(operator.is_, known, tensors)):
-        before = iter(zip(known, addresses)) if known else itertools.repeat((None, 0))
+    known_logits, known, addresses = _latest
+    if known_logits() is not logits or not all(map(operator.is_, known, tensors)):
+        before = zip((known_logits(), *known), addresses) if known else itertools.repeat((None, 0))
         addresses = tuple(
             address if same is tensor else _address(tensor, dtype)
-            for tensor, dtype, (same, address) in zip(tensors, _DTYPES, before)
+            for tensor, dtype, (same, address) in zip((logits, *tensors), _DTYPES, before)
         )
-        _latest = tensors, addresses
+        _latest = weakref.ref(logits), tensors, addresses
     return addresses
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -83,6 +85,15 @@ def test_arrays_asked_for_after_close_say_so(tiny: Path) -> None:
     assert len(file.metadata["tokenizer.ggml.tokens"]) == 261
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.merges.*closed"):
         file.metadata["tokenizer.ggml.merges"]
+
+
+def test_a_file_larger_than_memory_is_described(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "large.gguf"
+    path.write_bytes(tiny.read_bytes())
+    os.truncate(path, 2 * psutil.virtual_memory().total + psutil.swap_memory().total)  # of which no byte is stored
+    with GGUFFile(path) as file, GGUFFile(tiny) as small:
+        assert file.tensors == small.tensors
+        np.testing.assert_array_equal(file.read("blk.0.attn_q.weight"), small.read("blk.0.attn_q.weight"))
 
 
 def test_a_shared_file_stays_open_until_its_last_user_closes_it(tiny: Path) -> None:
@@ -191,6 +202,15 @@ def test_a_bad_file_is_refused_by_name_before_memory_is_spent(fault: str, tmp_pa
     assert str(caught.value).startswith(f"{path}: ")
     assert "; " in str(caught.value), "says what to do"
     assert peak < 200_000
+
+
+def test_strings_as_long_as_a_model_are_refused_before_anybody_asks_for_them(tmp_path: Path) -> None:
+    path = tmp_path / "long.gguf"
+    with path.open("wb") as file:
+        file.write(header(entry("a", ARRAY, struct.pack("<IQQ", STRING, 1, 1 << 28)), num_entries=1))
+        file.truncate(1 << 29)  # a hole, which takes no room
+    with pytest.raises(GGUFError, match="'a' claims 268435464 bytes"):
+        GGUFFile(path)
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:

@@ -392,6 +392,16 @@ def test_drafts_before_a_position_count_as_output_there():
     assert counts_of(RequestSampling(request, CountTables()).rows())[0][1] == {3: 1, 4: 1, 1: 1}
 
 
+def test_texts_that_are_counted_first_for_drafts_go_on_to_be_counted_for_what_verifies_them():
+    tables = CountTables()
+    drawn_for, verified = (penalised_row(PROMPT, [2], tables, presence_penalty=2.0) for _ in range(2))
+    draw_drafts(torch.zeros(1, VOCAB_SIZE), [drawn_for], [True])
+    logits = torch.zeros(1, VOCAB_SIZE)
+    assert not logits.is_inference(), "as the native kernels' are"
+    verify(logits, [verified], [Drafts()]).result()
+    assert logits[0].tolist() == [0.0, 0.0, -2.0, 0.0, 0.0, 0.0]
+
+
 def counts_of(rows: Sequence[SamplingRow]) -> list[tuple[Counter[int], Counter[int]]]:
     penalties = make_batch(torch.zeros(len(rows), VOCAB_SIZE), rows, [Stream.DRAW] * len(rows)).penalties
     assert penalties is not None

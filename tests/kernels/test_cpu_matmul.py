@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 
 from kernels.cpu import library
 from kernels.cpu.library import ActivationKind, Epilogue, WeightFormat
-from kernels.cpu.packing import PackedWeight, pack
+from kernels.cpu.packing import PackedWeight, Packer, pack
 from kernels.cpu.program import Program, StepBatch
 from kernels.ggml import FORMATS as FORMATS_OF_ROWS
 from tests.kernels.ggml_blocks import dequantize, random_blocks
@@ -194,6 +196,22 @@ def test_a_row_gives_the_same_bits_alone_and_in_company(instruction_set: str, so
         for row in (0, 1, 34, 69):
             alone, _ = product(weight, x[row : row + 1], precise=precise)
             assert torch.equal(alone[0], together[row])
+
+
+def test_matrices_packed_together_are_what_their_parts_are_and_need_nobody_to_hold_them_until_then() -> None:
+    packer, rows = Packer(), torch.randn(150, 64)
+    weights = [
+        packer.pack(
+            [part.clone() for part in rows[: 150 - first].split((first, 0, 150 - 2 * first))], WeightFormat.F32, 64
+        )
+        for first in (3, 64, 70)
+    ]
+    kept = weakref.ref(weights.pop().data)
+    assert kept() is not None, "native threads are going to write there"
+    packer.finish()
+    assert kept() is None
+    for weight, first in zip(weights, (3, 64)):
+        assert torch.equal(weight.dequantize(), rows[: 150 - first])
 
 
 def test_shapes_that_cannot_be_packed_are_refused_with_the_shape() -> None:

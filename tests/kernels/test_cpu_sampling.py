@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -209,6 +210,15 @@ def test_a_row_does_not_depend_on_its_batch_or_the_number_of_threads() -> None:
     finally:
         library.set_num_threads(before)
     assert torch.equal(shared, together) and torch.equal(shared_probs, probs)
+
+
+def test_logits_are_not_kept_until_the_next_step() -> None:
+    logits, batch = torch.zeros(2, 10), batch_of([GREEDY] * 2)
+    kept = weakref.ref(logits)
+    sample(logits, batch)
+    del logits
+    assert kept() is None
+    assert sample(torch.eye(10)[[3, 7]], batch)[0].tolist() == [3, 7]
 
 
 # ---------------------------------------------------------------- verification
