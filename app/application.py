@@ -58,6 +58,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 1
     if not is_first:
         if instance.ask_first_to_focus():
+            print("Kvasir is open already: its window comes to the front.")  # noqa: T201
             return 0
         _say_fatal(f"Kvasir is already running on {folder}, but it does not answer. End it, then start again.")
         return 1

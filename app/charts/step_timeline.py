@@ -102,6 +102,7 @@ class StepTimeline(QWidget):
         self._image = QImage()
         self._image_steps = 0
         self.range = CalmRange(1.0)
+        self._peak = 0.0
         self.setMouseTracking(True)
         self.setAttribute(Qt.WidgetAttribute.WA_OpaquePaintEvent)
         self.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Ignored)
@@ -121,16 +122,18 @@ class StepTimeline(QWidget):
 
     def refresh(self, now: float) -> None:
         """Takes over the newest steps, unless the mouse holds the picture."""
-        if self._picked is not None or self._version == self._state.steps_version:
+        if self._picked is not None:
+            return
+        if self._version == self._state.steps_version and not self.range.update(self._peak, now):
             return
         self._version = self._state.steps_version
         columns = self._columns()
         steps = self._state.steps
         self._steps = [steps[i] for i in range(max(0, len(steps) - columns), len(steps))]
-        peak = max((step.end - step.start for step in self._steps), default=0.0) * 1000
+        self._peak = max((step.end - step.start for step in self._steps), default=0.0) * 1000
         scale = max(1, round(self.devicePixelRatioF()))
         area = self._area()
-        self.range.update(peak, now)
+        self.range.update(self._peak, now)
         size = (columns, max(1, area.height() * scale), self.range.top, scale)
         whole = size != self._bars.size or not self._image_steps
         if whole:

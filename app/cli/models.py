@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return 1
     _print_table([("NAME", "SIZE", "FORMAT", "PARAMETERS", "CONTEXT", "FITS"), *map(_row, entries, fits)])
+    print(f"\nMore are found in {catalog.user_models_folder()}: .gguf files and model folders.")
     return 0
 
 

@@ -21,7 +21,7 @@ from app.cli.arguments import build_parser
 from app.cli.options import engine_config
 from app.paths import settings_path
 from app.settings import SettingsFile
-from engine import memory
+from engine import catalog, memory
 from engine.protocol import EngineConfig
 from tests.fake_engine import ROOT, fake_client
 
@@ -338,6 +338,7 @@ def test_models_lists_the_starter_model_and_damaged_files(
     starter = next(line for line in lines if line.startswith("SmolLM2-135M-Instruct.Q4_1"))
     assert "Q4_1" in starter and "135 M" in starter and "8192" in starter and "needs" in starter
     assert any(line.startswith("broken") and "cannot be used" in line for line in lines)
+    assert str(catalog.user_models_folder()) in lines[-1]
     assert main(["models", "--json"]) == 0
     assert {record["name"] for record in json.loads(capsys.readouterr().out)} >= {"broken"}
 

@@ -7,6 +7,7 @@ from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QToolTip
 from pytestqt.qtbot import QtBot
 
+from app.charts.axes import SHRINK_AFTER_SECONDS
 from app.charts.step_timeline import BAR_PITCH, BAR_WIDTH, StepImage, StepsPage, StepTimeline
 from app.theme import load_theme
 from engine.protocol import StepEntry, StepRecord
@@ -99,6 +100,18 @@ def test_the_page_says_how_long_a_step_takes_and_what_it_computes(
     emit_step(engine, step(0, 40.0, StepEntry("a", 0, 0, tokens)))
     page.refresh_figures()
     assert [f"{figure.value} {figure.meaning}" for figure in page.figure_row.figures] == ["40 ms per step", words]
+
+
+def test_the_axis_shrinks_after_long_steps_are_out_of_sight_though_no_more_come(
+    timeline: StepTimeline, engine: BusyEngine
+) -> None:
+    for index in range(400):
+        emit_step(engine, step(index, 190.0 if index < 5 else 9.0, StepEntry("a", 0, 0, 1)))
+        if index in (4, 399):
+            timeline.refresh(float(index))
+    assert timeline.range.top == 200.0
+    timeline.refresh(399.0 + SHRINK_AFTER_SECONDS)
+    assert timeline.range.top == 10.0
 
 
 def test_the_picture_stands_still_under_the_mouse(timeline: StepTimeline, engine: BusyEngine) -> None:
