@@ -21,6 +21,10 @@ def format_per_s(value: float) -> str:
     return f"{three_figures(value) if value < 9_999.5 else format_rate(value)}/s"
 
 
+# The engine keeps its percentiles as long.
+_NONE_LATELY = "None in the last 5 minutes"
+
+
 class LatencyPage(ChartPage):
     """p50 and p95 of one latency, over what they are taken of."""
 
@@ -52,7 +56,8 @@ class LatencyPage(ChartPage):
         if self.state.latest is None:
             return
         figures = self._distribution()
-        self.plot.set_empty_text("" if figures.count else self.empty_text)
+        empty_text = _NONE_LATELY if len(self.state.first_tokens) else self.empty_text
+        self.plot.set_empty_text("" if figures.count else empty_text)
         self.figure_row.set_figures(
             Figure(format_ms(figures.p50), "p50", getattr(self.theme, P50_COLOUR)),
             Figure(format_ms(figures.p95), "p95", getattr(self.theme, P95_COLOUR)),
@@ -64,7 +69,7 @@ class LatencyPage(ChartPage):
                 f"last {format_ms(figures.last)}."
             )
         else:
-            self.describe(f"{self.full_name}: {self.empty_text.lower()}.")
+            self.describe(f"{self.full_name}: {empty_text.lower()}.")
 
     def _series(self) -> tuple[Series, ...]:
         return (self.single, Series("p50", P50_COLOUR), Series("p95", P95_COLOUR))

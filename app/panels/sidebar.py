@@ -114,7 +114,9 @@ class Sidebar(QFrame):
     def refresh(self, *_: object) -> None:
         """Shows the conversations, or the results while something is searched for."""
         conversations = list(self._workspace.conversations)
-        self.count.setText(f"{len(conversations):,} chat{'' if len(conversations) == 1 else 's'}")
+        # Until the database has answered, nobody shall think that the chats are gone.
+        is_known = self._workspace.is_restored
+        self.count.setText(f"{len(conversations):,} chat{'' if len(conversations) == 1 else 's'}" if is_known else "")
         if self._results is not None:
             rows: list[Row] = [ResultRow(result) for result in self._results]
             if rows:
@@ -123,7 +125,7 @@ class Sidebar(QFrame):
             self.empty.setText("Nothing found. Try fewer or shorter words.")
         else:
             rows = grouped_rows(conversations, datetime.datetime.now(), self._chat_row)
-            self.empty.setText("Your chats will be listed here.")
+            self.empty.setText("Your chats will be listed here." if is_known else "")
         self.list.set_rows(rows)
         self.empty.setVisible(not rows)
         self.list.setVisible(bool(rows))

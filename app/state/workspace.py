@@ -121,6 +121,11 @@ class Workspace(QObject):
     # ------------------------------------------------------------ tabs
 
     @property
+    def is_restored(self) -> bool:
+        """Whether it is known which chats there are."""
+        return self._is_restored
+
+    @property
     def sessions(self) -> list[ChatSession]:
         """The open conversations, left to right."""
         return list(self._sessions)

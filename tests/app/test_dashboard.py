@@ -109,6 +109,18 @@ def test_a_model_that_has_not_answered_yet_says_so(panel: DashboardPanel, engine
     assert values(panel.kv.figure_row)[1] == ("–", "prefix hits")
 
 
+def test_a_model_that_answered_long_ago_does_not_say_that_it_never_did(
+    panel: DashboardPanel, engine: BusyEngine
+) -> None:
+    panel.show()
+    engine.source.emit(telemetry(ttft=Distribution(1, 20.0, 20.0, 20.0, 20.0)))
+    engine.clock.now += 400.0
+    engine.source.emit(telemetry())
+    panel.refresh()
+    assert panel.ttft.accessibleDescription() == "time to first token: none in the last 5 minutes."
+    assert panel.tpot.accessibleDescription() == "time per output token: none in the last 5 minutes."
+
+
 def shown_words(panel: DashboardPanel) -> str:
     return " ".join(
         child.accessibleName() for child in panel.children() if isinstance(child, QWidget) and child.isVisible()

@@ -8,7 +8,7 @@ from PySide6.QtCore import Qt
 from app.panels.sidebar import Sidebar
 from app.panels.sidebar_list import ChatRow, HeaderRow, ResultRow
 from app.theme import ThemeManager
-from tests.app.app_parts import wait_until
+from tests.app.app_parts import AppParts, wait_until
 
 
 @pytest.fixture
@@ -38,6 +38,16 @@ def test_chats_appear_with_their_first_question_newest_on_top(sidebar: Sidebar, 
     assert [row.title for row in chats(sidebar)] == ["Who was Kvasir?", "Where is Norway?"]
     assert [row.is_current for row in chats(sidebar)] == [True, False]
     assert not sidebar.empty.isVisible()
+
+
+def test_nothing_is_said_of_chats_before_the_database_has_answered(qtbot, tmp_path) -> None:
+    parts = AppParts(tmp_path / "kvasir.db")
+    sidebar = Sidebar(parts.workspace, ThemeManager("light"), lambda _: "#ff0000")
+    qtbot.addWidget(sidebar)
+    assert (sidebar.count.text(), sidebar.empty.text()) == ("", "")
+    parts.start()
+    assert (sidebar.count.text(), sidebar.empty.text()) == ("0 chats", "Your chats will be listed here.")
+    parts.close()
 
 
 def test_a_chat_is_opened_by_click_and_by_enter(qtbot, sidebar: Sidebar, parts) -> None:
