@@ -39,9 +39,11 @@ lint: $(TEST_SETUP)
 	$(BIN)/pyright
 
 # Two processes, each file in one of them. In the files' own order: by default those of few tests, among them the
-# longest, would come last.
+# longest, would come last. A process that crashes is not replaced: xdist then waits for ever for work it handed out
+# twice, and the crash is red either way.
 test: $(TEST_SETUP) lint
-	QT_QPA_PLATFORM=offscreen $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	QT_QPA_PLATFORM=offscreen $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart=0 $(PYTEST_ARGS)
 
 # The native kernels' tests with the address and undefined-behaviour sanitizers; some minutes.
 sanitize: $(TEST_SETUP)

@@ -27,7 +27,7 @@ class SingleInstance(QObject):
         super().__init__(parent)
         # Short and without the folder's own name: socket paths may have no more than about 100 bytes.
         digest = hashlib.sha256(f"{getpass.getuser()}\0{folder.resolve()}".encode()).hexdigest()[:20]
-        self._name = f"kvasir-{digest}"
+        self.server_name = f"kvasir-{digest}"
         self._lock = QLockFile(str(folder / "window.lock"))
         self._lock.setStaleLockTime(0)
         self._server: QLocalServer | None = None
@@ -41,18 +41,18 @@ class SingleInstance(QObject):
             if self._lock.error() == QLockFile.LockError.LockFailedError:
                 return False
             raise OSError(f"cannot lock {self._lock.fileName()}: the folder cannot be written")
-        QLocalServer.removeServer(self._name)
+        QLocalServer.removeServer(self.server_name)
         server = QLocalServer(self)
         server.setSocketOptions(QLocalServer.SocketOption.UserAccessOption)
         server.newConnection.connect(self._serve)
-        if server.listen(self._name):
+        if server.listen(self.server_name):
             self._server = server
         return True
 
     def ask_first_to_focus(self, timeout_ms: int = ANSWER_TIMEOUT_MS) -> bool:
         """Asks the process that holds the lock to show its window. Returns whether it answered."""
         socket = QLocalSocket()
-        socket.connectToServer(self._name)
+        socket.connectToServer(self.server_name)
         if not socket.waitForConnected(timeout_ms):
             return False
         socket.write(_ASK)
@@ -69,16 +69,23 @@ class SingleInstance(QObject):
         self._lock.unlock()
 
     def _serve(self) -> None:
+        """Takes new connections, which are the server's children.
+
+        Nothing connected to their signals may hold this object: were a socket the last to hold it, deleting the
+        socket would delete this object, the server and then the socket once more.
+        """
         assert self._server is not None
         while (socket := self._server.nextPendingConnection()) is not None:
-            socket.readyRead.connect(lambda socket=socket: self._read(socket))
+            socket.readyRead.connect(self._answer)
             socket.disconnected.connect(socket.deleteLater)
-            if socket.bytesAvailable():
-                self._read(socket)
+        self._answer()
 
-    def _read(self, socket: QLocalSocket) -> None:
-        while socket.canReadLine():
-            if bytes(socket.readLine().data()) == _ASK:
-                self.focus_requested.emit()
-                socket.write(_ANSWER)
-                socket.flush()
+    def _answer(self) -> None:
+        if self._server is None:
+            return
+        for socket in self._server.findChildren(QLocalSocket):
+            while socket.canReadLine():
+                if bytes(socket.readLine().data()) == _ASK:
+                    self.focus_requested.emit()
+                    socket.write(_ANSWER)
+                    socket.flush()

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from PySide6.QtCore import QCoreApplication, QEvent
+from PySide6.QtNetwork import QLocalSocket
 
 from app.single_instance import SingleInstance
 
@@ -35,6 +37,22 @@ def test_a_second_start_brings_the_first_window_to_the_front(qtbot, tmp_path: Pa
     qtbot.waitUntil(lambda: second.poll() is not None, timeout=20_000)
     assert second.communicate()[0].strip() == "second True"
     instance.release()
+
+
+def test_a_caller_may_stay_connected_longer_than_the_first_is_there(qtbot, tmp_path: Path) -> None:
+    instance = SingleInstance(tmp_path)
+    assert instance.acquire()
+    caller = QLocalSocket()
+    caller.connectToServer(instance.server_name)
+    with qtbot.waitSignal(instance.focus_requested, timeout=20_000):
+        caller.write(b"focus\n")
+    gone = []
+    instance.destroyed.connect(lambda: gone.append(True))
+    instance.release()
+    del instance
+    assert gone, "something still holds it"
+    qtbot.waitUntil(lambda: caller.state() == QLocalSocket.LocalSocketState.UnconnectedState)
+    QCoreApplication.sendPostedEvents(None, QEvent.Type.DeferredDelete)
 
 
 def test_another_folder_is_another_instance(qtbot, tmp_path: Path) -> None:
