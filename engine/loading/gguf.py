@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from engine.loading.gguf_strings import cut_short_texts, cut_strings
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -325,21 +327,12 @@ class GGUFFile:
         if array.element_type != _STRING:
             code = _SCALARS[array.element_type]
             return list(struct.unpack_from(f"<{array.length}{code}", self._map, array.offset))
-        unpack, data, position = _U64.unpack_from, self._map[array.offset : array.offset + array.nbytes], 0
-        pieces: list[bytes] = []
-        for _ in range(array.length):
-            end = position + 8 + unpack(data, position)[0]
-            pieces.append(data[position + 8 : end])
-            position = end
-        # Vocabularies are long: to decode and cut all at once takes half the time.
-        try:
-            strings = b"\0".join(pieces).decode("utf-8").split("\0")
-        except UnicodeDecodeError:
-            strings = []
-        return strings if len(strings) == len(pieces) else [self._element(key, *item) for item in enumerate(pieces)]
-
-    def _element(self, key: str, index: int, piece: bytes) -> str:
-        return self._text(piece, f"element {index} of metadata {key!r}")
+        data = self._map[array.offset : array.offset + array.nbytes]
+        texts = cut_short_texts(data, array.length)
+        if texts is not None:
+            return texts
+        strings = cut_strings(data, array.length)
+        return [self._text(string, f"element {index} of metadata {key!r}") for index, string in enumerate(strings)]
 
     def _read_alignment(self) -> int:
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)

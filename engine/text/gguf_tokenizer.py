@@ -6,6 +6,7 @@ named there. The rules are those of the original tokenizers.
 
 from __future__ import annotations
 
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,11 @@ class _GGUFTokenizerBuilder:
         return PRE_TOKENIZERS[name]
 
     def backend(self, ids: dict[str, int], types: list[int], rules: PreTokenizer) -> tokenizers.Tokenizer:
-        merges = [tuple(merge.split(" ")) for merge in self.list_of("merges", str)]
-        if not {2}.issuperset(map(len, merges)):
+        texts = self.list_of("merges", str)
+        if not {1}.issuperset(map(str.count, texts, repeat(" "))):
             raise self.error("its merges are not pairs of tokens")
+        tokens = " ".join(texts).split(" ") if texts else []
+        merges = list(zip(tokens[::2], tokens[1::2]))
         try:
             model = BPE(vocab=ids, merges=merges, ignore_merges=rules.whole_words)  # pyright: ignore[reportArgumentType]
         except Exception as error:  # tokenizers raises bare Exceptions

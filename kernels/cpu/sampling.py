@@ -87,7 +87,7 @@ def _addresses(logits: torch.Tensor, batch: SamplingBatch) -> tuple[int, ...]:
     return addresses
 
 
-_ROWS_AT_ONCE = 512
+_ROWS_AT_ONCE = 64
 _results: dict[int, list[tuple[torch.Tensor, torch.Tensor, int, int]]] = {}
 
 

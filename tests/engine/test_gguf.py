@@ -106,7 +106,16 @@ def test_a_shared_file_stays_open_until_its_last_user_closes_it(tiny: Path) -> N
 
 
 def test_strings_with_zero_bytes_and_none_at_all_are_read_as_they_are(tmp_path: Path) -> None:
-    for name, strings in (("zeros", ["a\0", "", "\0\0", "ü"]), ("empty", []), ("one", [""])):
+    words = [f"{'Ġ' * (i % 7)}{i}" for i in range(9000)]
+    for name, strings in (
+        ("zeros", ["a\0", "", "\0\0", "ü"]),
+        ("empty", []),
+        ("one", [""]),
+        ("words", words),
+        ("long", [*words, "long " * 60, "end"]),
+        ("like a length", [*words, "b\x05\0\0\0\0\0\0\0c", "end"]),
+        ("all zeros", ["a", "\0" * 8, "\0" * 16, "b"]),
+    ):
         path = tmp_path / f"{name}.gguf"
         values = b"".join(struct.pack("<Q", len(text.encode())) + text.encode() for text in strings)
         path.write_bytes(
