@@ -41,15 +41,17 @@ struct PanelRows {
 template <class View>
 using TwoTiles = const typename View::Tile* const[2];
 
-// Asks for what comes next: the processor itself does not foresee where the next tiles begin.
+// How far ahead of the multiplication weights are asked for, in bytes; much more or less is slower.
+constexpr int PREFETCH_BYTES = 1280;
+
+// Of a tile that comes from memory. What lies so far behind its end is mostly the next that the thread multiplies.
 template <class Tile>
-inline void prefetch_tile(const Tile* tile, int64_t ahead) {
-    if (ahead == 0) return;
-    for (int64_t i = 0; i < int64_t(sizeof(Tile)); i += 64) prefetch((const char*)tile + ahead + i);
+inline void prefetch_tile(const Tile* tile) {
+    for (int i = 0; i < int(sizeof(Tile)); i += 64) prefetch((const char*)tile + PREFETCH_BYTES + i);
 }
 
 template <int R, class View, bool PAIRS>
-inline void code_dot(const TwoTiles<View>& tiles, int blocks, int64_t ahead, const KvActivationBuffer& x, int first,
+inline void code_dot(const TwoTiles<View>& tiles, int blocks, bool from_memory, const KvActivationBuffer& x, int first,
                      F8 (&acc)[2][R]) {
     constexpr int steps = PAIRS ? 16 : 8, step = PanelRows::STEP;
     PanelRows rows(x, first);
@@ -63,7 +65,8 @@ inline void code_dot(const TwoTiles<View>& tiles, int blocks, int64_t ahead, con
             dot_codes<View::BITS, decltype(count)::value, step, R>(first_codes, second_codes, v, totals);
     };
     for (int block = 0; block < blocks; block++) {
-        for (const auto* tile : tiles) prefetch_tile(tile + block, ahead);
+        if (from_memory)
+            for (const auto* tile : tiles) prefetch_tile(tile + block);
         for (int g = 0; g < View::GROUPS; g++, rows.next(steps)) {
             const View views[2] = {{tiles[0][block], g}, {tiles[1][block], g}};
             Codes w[2][8];
@@ -103,14 +106,15 @@ inline void code_dot(const TwoTiles<View>& tiles, int blocks, int64_t ahead, con
 }
 
 template <int R, class View>
-inline void byte_dot(const TwoTiles<View>& tiles, int blocks, int64_t ahead, const KvActivationBuffer& x, int first,
+inline void byte_dot(const TwoTiles<View>& tiles, int blocks, bool from_memory, const KvActivationBuffer& x, int first,
                      F8 (&acc)[2][R]) {
     constexpr int step = PanelRows::STEP;
     PanelRows rows(x, first);
     KV_UNROLL
     for (int r = 0; r < R; r++) acc[0][r] = acc[1][r] = F8::zero();
     for (int block = 0; block < blocks; block++) {
-        for (const auto* tile : tiles) prefetch_tile(tile + block, ahead);
+        if (from_memory)
+            for (const auto* tile : tiles) prefetch_tile(tile + block);
         for (int g = 0; g < View::GROUPS; g++, rows.next(16)) {
             const View views[2] = {{tiles[0][block], g}, {tiles[1][block], g}};
             ByteDot dots[2][R];
@@ -143,7 +147,7 @@ inline void byte_dot(const TwoTiles<View>& tiles, int blocks, int64_t ahead, con
 }
 
 template <int R, class View>
-inline void dense_dot(const TwoTiles<View>& tiles, int blocks, int64_t ahead, const KvActivationBuffer& x, int first,
+inline void dense_dot(const TwoTiles<View>& tiles, int blocks, bool from_memory, const KvActivationBuffer& x, int first,
                      F8 (&acc)[2][R]) {
     const float* v[R];
     F8 odd[2][R];
@@ -152,7 +156,8 @@ inline void dense_dot(const TwoTiles<View>& tiles, int blocks, int64_t ahead, co
         for (int t = 0; t < 2; t++) acc[t][r] = odd[t][r] = F8::zero();
     }
     for (int g = 0; g < blocks; g++) {
-        for (const auto* tile : tiles) prefetch_tile(tile + g, ahead);
+        if (from_memory)
+            for (const auto* tile : tiles) prefetch_tile(tile + g);
         const View views[2] = {{tiles[0][g], 0}, {tiles[1][g], 0}};
         for (int c = 0; c < KV_GROUP; c += 2) {
             F8 even_column[2], odd_column[2];
@@ -177,24 +182,23 @@ inline void dense_dot(const TwoTiles<View>& tiles, int blocks, int64_t ahead, co
 }
 
 // Writes the 8 outputs of two tiles for R activation rows, out[R * t + r]; kept out of line, so that each exists once.
-// The next two lie `ahead` bytes on, 0: they are near.
-using TileDot = void (*)(const void* first_tile, const void* second_tile, int blocks, int64_t ahead,
+using TileDot = void (*)(const void* first_tile, const void* second_tile, int blocks, bool from_memory,
                          const KvActivationBuffer& x, int first, F8* out);
 
 template <int R, class View>
-KV_NOINLINE void tile_dot(const void* first_tile, const void* second_tile, int blocks, int64_t ahead,
+KV_NOINLINE void tile_dot(const void* first_tile, const void* second_tile, int blocks, bool from_memory,
                           const KvActivationBuffer& x, int first, F8* out) {
     using Tile = typename View::Tile;
     const TwoTiles<View> tiles = {(const Tile*)first_tile, (const Tile*)second_tile};
     F8 acc[2][R];
     if constexpr (View::KIND == ViewKind::DENSE)
-        dense_dot<R, View>(tiles, blocks, ahead, x, first, acc);
+        dense_dot<R, View>(tiles, blocks, from_memory, x, first, acc);
     else if constexpr (View::KIND == ViewKind::BYTES)
-        byte_dot<R, View>(tiles, blocks, ahead, x, first, acc);
+        byte_dot<R, View>(tiles, blocks, from_memory, x, first, acc);
     else if (x.kind == KV_ACT_INT8)
-        code_dot<R, View, false>(tiles, blocks, ahead, x, first, acc);
+        code_dot<R, View, false>(tiles, blocks, from_memory, x, first, acc);
     else
-        code_dot<R, View, true>(tiles, blocks, ahead, x, first, acc);
+        code_dot<R, View, true>(tiles, blocks, from_memory, x, first, acc);
     for (int t = 0; t < 2; t++)
         for (int r = 0; r < R; r++) out[R * t + r] = acc[t][r];
 }
