@@ -3,6 +3,7 @@
 // keys; long contexts are split and reduced (Flash-Decoding).
 #pragma once
 
+#include <cstddef>
 #include <memory>
 #include <type_traits>
 
@@ -31,15 +32,30 @@ inline const float* widen(const Cache* block, int64_t size, AttentionScratch& s)
 }
 enum { WORTH_WIDENING = 8 };
 
+// Blocks follow each other in no order that a processor could foresee. While one is gone through, that one is asked for
+// which comes some blocks later: `ahead`, a pointer into the cache that may be NULL, or nullptr where none ever is.
+template <class Cache>
+inline void fetch_ahead(const Cache* ahead, int64_t offset) {
+    if (ahead) prefetch(ahead + offset);
+}
+inline void fetch_ahead(std::nullptr_t, int64_t) {}
+template <class Cache>
+inline const Cache* later_in(const Cache* ahead, int offset) {
+    return ahead ? ahead + offset : nullptr;
+}
+inline std::nullptr_t later_in(std::nullptr_t, int) { return nullptr; }
+
 // scores[first..first+R][begin..begin+block_size) = query . key for one block; 8 * T keys at a time.
-template <int R, int T, class Cache>
-inline void score_keys(AttentionScratch& s, int first, const Cache* keys, int head_dim, int block_size, int begin) {
+template <int R, int T, class Cache, class Ahead>
+inline void score_keys(AttentionScratch& s, int first, const Cache* keys, int head_dim, int block_size, int begin,
+                       Ahead ahead) {
     F8 acc[R][T];
     KV_UNROLL
     for (int r = 0; r < R; r++)
         KV_UNROLL
         for (int t = 0; t < T; t++) acc[r][t] = F8::zero();
     for (int d = 0; d < head_dim; d++) {
+        fetch_ahead(ahead, int64_t(d) * block_size);
         F8 k[T];
         KV_UNROLL
         for (int t = 0; t < T; t++) k[t] = F8::load(keys + int64_t(d) * block_size + 8 * t);
@@ -56,22 +72,25 @@ inline void score_keys(AttentionScratch& s, int first, const Cache* keys, int he
         for (int t = 0; t < T; t++) acc[r][t].store(&s.scores[first + r][begin + 8 * t]);
 }
 
-template <int R, class Cache>
-inline void score_block(AttentionScratch& s, int first, const Cache* keys, int head_dim, int block_size, int begin) {
+template <int R, class Cache, class Ahead>
+inline void score_block(AttentionScratch& s, int first, const Cache* keys, int head_dim, int block_size, int begin,
+                        Ahead ahead) {
     int t = 0;
-    for (; t + 16 <= block_size; t += 16) score_keys<R, 2>(s, first, keys + t, head_dim, block_size, begin + t);
-    if (t < block_size) score_keys<R, 1>(s, first, keys + t, head_dim, block_size, begin + t);
+    for (; t + 16 <= block_size; t += 16)
+        score_keys<R, 2>(s, first, keys + t, head_dim, block_size, begin + t, later_in(ahead, t));
+    if (t < block_size) score_keys<R, 1>(s, first, keys + t, head_dim, block_size, begin + t, later_in(ahead, t));
 }
 
-template <int R, int D, class Cache>
+template <int R, int D, class Cache, class Ahead>
 inline void accumulate_values(AttentionScratch& s, int first, const Cache* values, int head_dim, int d, int begin,
-                              int count) {
+                              int count, Ahead ahead) {
     F8 acc[R][D];
     KV_UNROLL
     for (int r = 0; r < R; r++)
         KV_UNROLL
         for (int i = 0; i < D; i++) acc[r][i] = F8::load(&s.acc[first + r][d + 8 * i]);
     for (int t = 0; t < count; t++) {
+        fetch_ahead(ahead, int64_t(t) * head_dim + d);
         F8 v[D];
         KV_UNROLL
         for (int i = 0; i < D; i++) v[i] = F8::load(values + int64_t(t) * head_dim + d + 8 * i);
@@ -88,11 +107,12 @@ inline void accumulate_values(AttentionScratch& s, int first, const Cache* value
         for (int i = 0; i < D; i++) acc[r][i].store(&s.acc[first + r][d + 8 * i]);
 }
 
-template <int R, class Cache>
-inline void accumulate_block(AttentionScratch& s, int first, const Cache* values, int head_dim, int begin, int count) {
+template <int R, class Cache, class Ahead>
+inline void accumulate_block(AttentionScratch& s, int first, const Cache* values, int head_dim, int begin, int count,
+                             Ahead ahead) {
     int d = 0;
-    for (; d + 16 <= head_dim; d += 16) accumulate_values<R, 2>(s, first, values, head_dim, d, begin, count);
-    if (d < head_dim) accumulate_values<R, 1>(s, first, values, head_dim, d, begin, count);
+    for (; d + 16 <= head_dim; d += 16) accumulate_values<R, 2>(s, first, values, head_dim, d, begin, count, ahead);
+    if (d < head_dim) accumulate_values<R, 1>(s, first, values, head_dim, d, begin, count, ahead);
 }
 
 // Calls block<R>(first query) over all queries, as many at a time as the registers hold.
@@ -184,39 +204,45 @@ inline void attention_item(const KvOp& op, const KvBatch& batch, const Attention
     if (spec.window) begin = std::max(begin, (s.position[0] - spec.window + 1) / KEY_TILE * KEY_TILE);
     const int end = std::min(item.key_end, s.position[num_queries - 1] + 1);
     const int64_t head_size = int64_t(block_size) * head_dim;
+    const auto head_of = [&](int token) {  // where this head's numbers of a token's block begin
+        return (int64_t(blocks[token / block_size]) * spec.num_kv_heads + item.kv_head) * head_size;
+    };
+    const auto *all_keys = (const Cache*)spec.keys, *all_values = (const Cache*)spec.values;
     for (int tile = begin; tile < end; tile += KEY_TILE) {
         const int count = std::min<int>(KEY_TILE, end - tile);
         for (int t = 0; t < count; t += block_size) {
-            const int64_t at = (int64_t(blocks[(tile + t) / block_size]) * spec.num_kv_heads + item.kv_head) * head_size;
-            const Cache* keys = (const Cache*)spec.keys + at;
+            const int64_t at = head_of(tile + t);
+            const Cache* keys = all_keys + at;
             if (std::is_same<Cache, int8_t>::value) {
                 std::memcpy(s.key_scale + t, spec.key_scales + at / head_dim, sizeof(float) * block_size);
                 std::memcpy(s.value_scale + t, spec.value_scales + at / head_dim, sizeof(float) * block_size);
             }
-            const auto score = [&](const auto* block) {
+            const auto score = [&](const auto* block, auto ahead) {
                 over_queries(num_queries, [&](auto rows, int i) {
-                    score_block<decltype(rows)::value>(s, i, block, head_dim, block_size, t);
+                    const auto asked = i == 0 ? ahead : nullptr;
+                    score_block<decltype(rows)::value>(s, i, block, head_dim, block_size, t, asked);
                 });
             };
-            if (num_queries >= WORTH_WIDENING)
-                score(widen(keys, head_size, s));
+            if (num_queries >= WORTH_WIDENING)  // which also leave a block's numbers enough time to come
+                score(widen(keys, head_size, s), nullptr);
             else
-                score(keys);
+                score(keys, all_values + at);
         }
         for (int i = 0; i < num_queries; i++) softmax_tile<Cache>(s, i, spec, tile, count);
         for (int t = 0; t < count; t += block_size) {
-            const int64_t at = (int64_t(blocks[(tile + t) / block_size]) * spec.num_kv_heads + item.kv_head) * head_size;
-            const Cache* values = (const Cache*)spec.values + at;
+            const Cache* values = all_values + head_of(tile + t);
+            const int later = tile + t + KEY_TILE;
             const int in_block = std::min(block_size, count - t);
-            const auto accumulate = [&](const auto* block) {
+            const auto accumulate = [&](const auto* block, auto ahead) {
                 over_queries(num_queries, [&](auto rows, int i) {
-                    accumulate_block<decltype(rows)::value>(s, i, block, head_dim, t, in_block);
+                    const auto asked = i == 0 ? ahead : nullptr;
+                    accumulate_block<decltype(rows)::value>(s, i, block, head_dim, t, in_block, asked);
                 });
             };
             if (num_queries >= WORTH_WIDENING)
-                accumulate(widen(values, int64_t(in_block) * head_dim, s));
+                accumulate(widen(values, int64_t(in_block) * head_dim, s), nullptr);
             else
-                accumulate(values);
+                accumulate(values, later < end ? all_keys + head_of(later) : nullptr);
         }
     }
     for (int i = 0; i < num_queries; i++) {
