@@ -85,7 +85,7 @@ def load(
         return _load_on(config, path, file, tokenizer, device, started, on_progress, cancelled)
 
 
-_HEAD_START = 0.04
+_HEAD_START = 0.03
 """Seconds in which most of a small model's weights are found, so that native threads have something to pack."""
 
 
@@ -107,13 +107,15 @@ class _TokenizerReader:
         self._pool.shutdown()
 
     def _read(self, path: Path, file: GGUFFile | None) -> Tokenizer:
-        self._wanted.wait(_HEAD_START)
-        if self._is_over:
-            raise LoadCancelled
-        tokenizer = load_tokenizer(path, file)
-        if tokenizer.chat_template is not None:
-            tokenizer.chat_template.supports_system_role  # noqa: B018  compiles it, and is asked for at the end
-        return tokenizer
+        # Of a small model, it takes longer than to pack the weights.
+        with ops.one_core_left():
+            self._wanted.wait(_HEAD_START)
+            if self._is_over:
+                raise LoadCancelled
+            tokenizer = load_tokenizer(path, file)
+            if tokenizer.chat_template is not None:
+                tokenizer.chat_template.supports_system_role  # noqa: B018  compiles it, and is asked for at the end
+            return tokenizer
 
     @property
     def has_failed(self) -> bool:

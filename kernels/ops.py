@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import torch
@@ -106,6 +108,23 @@ def set_num_threads(num_threads: int) -> None:
         cpu_library.set_num_threads(num_threads)
         num_threads = 1
     torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def one_core_left() -> Iterator[None]:
+    """Inside, native kernels use a thread less, if they have several: something else takes as long as they do.
+
+    Both at its beginning and at its end it waits for what they are computing.
+    """
+    num_threads = cpu_library.num_threads() if kernel_backend() == "cpu" else 1
+    if num_threads == 1:
+        yield
+        return
+    cpu_library.set_num_threads(num_threads - 1)
+    try:
+        yield
+    finally:
+        cpu_library.set_num_threads(num_threads)
 
 
 @functools.cache

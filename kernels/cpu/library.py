@@ -295,6 +295,16 @@ def use_instruction_set(name: str) -> None:
         raise NativeLibraryError(f"no {name} kernels here; there are: {', '.join(instruction_sets())}")
 
 
+_num_threads = 1
+
+
 def set_num_threads(num_threads: int) -> int:
     """Sizes the library's own thread pool, the calling thread included; returns the size in use."""
-    return load().kv_set_num_threads(num_threads)
+    global _num_threads
+    _num_threads = load().kv_set_num_threads(num_threads)
+    return _num_threads
+
+
+def num_threads() -> int:
+    """The size of the library's own thread pool, the calling thread included."""
+    return _num_threads

@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kernels import ops
+from kernels.cpu import library
 from kernels.kv import KVLayer
 
 
@@ -134,3 +135,19 @@ def test_a_backend_that_is_not_there_is_never_replaced_silently(monkeypatch, nam
     monkeypatch.setenv("KVASIR_KERNELS", name)
     with pytest.raises(ops.KernelBackendError, match=name):
         ops.kernel_backend()
+
+
+def test_a_core_is_left_only_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    if ops.why_no_cpu_kernels() is not None:
+        pytest.skip("no native kernels here")
+    monkeypatch.setenv("KVASIR_KERNELS", "cpu")
+    before = library.num_threads()
+    try:
+        for num_threads, left in ((3, 2), (1, 1)):
+            library.set_num_threads(num_threads)
+            with pytest.raises(KeyError), ops.one_core_left():
+                assert library.num_threads() == left
+                raise KeyError
+            assert library.num_threads() == num_threads
+    finally:
+        library.set_num_threads(before)
