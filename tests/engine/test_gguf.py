@@ -114,6 +114,7 @@ def test_strings_with_zero_bytes_and_none_at_all_are_read_as_they_are(tmp_path: 
         ("words", words),
         ("long", [*words, "long " * 60, "end"]),
         ("like a length", [*words, "b\x05\0\0\0\0\0\0\0c", "end"]),
+        ("a length within a length", ["a", "\0" + "x" * 260, "b"]),  # 261 and the zero: 5, then 1 in eight bytes
         ("all zeros", ["a", "\0" * 8, "\0" * 16, "b"]),
     ):
         path = tmp_path / f"{name}.gguf"
