@@ -32,6 +32,8 @@ GNU_FLAGS = [
 ]
 # Compiled once, for any processor.
 COMMON = ("program.cpp", "check.cpp", "sampling.cpp", "pack.cpp", "threads.cpp")
+# Without vector registers the rest of -O3 only takes the compiler twice as long.
+PORTABLE = ["-O2", "-fvect-cost-model=dynamic", "-fpeel-loops"]
 MSVC_FLAGS = ["/O2", "/std:c++20", "/EHsc", "/fp:precise"]
 # The flags with which isa_kernels.cpp is compiled for each instruction set.
 X86 = {
@@ -62,10 +64,11 @@ class BuildNative(build_ext):
             )
 
         usable = {name: flags for name, flags in sets.items() if self.compiles(base + flags)}
+        portable = PORTABLE if not msvc and self.compiles(base + PORTABLE) else []
         have: list[tuple[str, str | None]] = [(f"KV_HAVE_{name.upper()}", None) for name in usable]
         # The portable objects come first: of an inline function that several objects
         # hold, the linker keeps the first, and that one must run on every processor.
-        work = [("isa_kernels.cpp", [], [("KV_ISA", "kv_portable")], "portable")]
+        work = [("isa_kernels.cpp", portable, [("KV_ISA", "kv_portable")], "portable")]
         work += [(name, [], have, "common") for name in COMMON]
         work += [("isa_kernels.cpp", flags, [("KV_ISA", f"kv_{name}")], name) for name, flags in usable.items()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the kernels of each set take most of a minute
@@ -83,7 +86,7 @@ class BuildNative(build_ext):
             try:
                 self.compiler.compile([str(source)], output_dir=folder, extra_postargs=flags)
             except Exception as error:
-                print(f"not building for {' '.join(flags)}: {error}")  # noqa: T201
+                print(f"the compiler does not take {' '.join(flags)}: {error}")  # noqa: T201
                 return False
         return True
 

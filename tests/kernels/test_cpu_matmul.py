@@ -128,7 +128,7 @@ def test_a_product_equals_the_exact_one_of_its_quantised_input(
     instruction_set: str, source_format: WeightFormat
 ) -> None:
     weight, exact = random_weight(source_format, 36, 3)  # 5 tiles, which are multiplied two at a time
-    for num_rows in (1, 7, 18, 131):  # 4, 3, 2 and 1 at a time, more than fit a block of 128
+    for num_rows in (1, 2, 5, 7, 18, 131):  # 1 to 6 at a time, more than fit a block of 128
         x = torch.randn(num_rows, weight.columns, generator=torch.Generator().manual_seed(num_rows))
         for precise in (True, False):
             out, seen = product(weight, x, precise=precise)
@@ -192,10 +192,11 @@ def test_a_row_gives_the_same_bits_alone_and_in_company(instruction_set: str, so
     weight, _ = random_weight(source_format, 200, 1)
     x = torch.randn(70, weight.columns)
     for precise in (True, False):
-        together, _ = product(weight, x, precise=precise)
-        for row in (0, 1, 34, 69):
-            alone, _ = product(weight, x[row : row + 1], precise=precise)
-            assert torch.equal(alone[0], together[row])
+        alone = {row: product(weight, x[row : row + 1], precise=precise)[0][0] for row in (*range(9), 34, 69)}
+        for num_rows in (*range(2, 10), 70):
+            together, _ = product(weight, x[:num_rows], precise=precise)
+            for row, values in alone.items():
+                assert row >= num_rows or torch.equal(values, together[row])
 
 
 def test_matrices_packed_together_are_what_their_parts_are_and_need_nobody_to_hold_them_until_then() -> None:

@@ -35,7 +35,7 @@ enum { WORTH_WIDENING = 8 };
 // Blocks follow each other in no order that a processor could foresee. While one is gone through, that one is asked for
 // which comes some blocks later: `ahead`, a pointer into the cache that may be NULL, or nullptr where none ever is.
 template <class Cache>
-inline void fetch_ahead(const Cache* ahead, int64_t offset) {
+KV_INLINE void fetch_ahead(const Cache* ahead, int64_t offset) {
     if (ahead) prefetch(ahead + offset);
 }
 inline void fetch_ahead(std::nullptr_t, int64_t) {}

@@ -2,7 +2,9 @@
 // every instruction set.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "simd.h"
 
@@ -91,22 +93,27 @@ inline BytePairs load_byte_pairs(const int8_t* p) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
 }
 inline void store(BytePairs w, int16_t* p) { _mm256_storeu_si256((__m256i*)p, w); }
-// The pairs that 16 low and 16 high nibbles name.
-inline void look_up_pairs(const uint8_t* p, const int8_t (&table)[16], BytePairs& low, BytePairs& high) {
+// The pairs that the 4 bits of 16 bytes from bit FROM on name.
+template <int FROM>
+inline BytePairs look_up_pairs(const uint8_t* p, const int8_t (&table)[16]) {
     const __m128i values = _mm_loadu_si128((const __m128i*)table), bytes = _mm_loadu_si128((const __m128i*)p);
-    const __m128i mask = _mm_set1_epi8(15);
-    low = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(values, _mm_and_si128(bytes, mask)));
-    high = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(bytes, 4), mask)));
+    const __m128i nibbles = _mm_and_si128(FROM ? _mm_srli_epi16(bytes, FROM) : bytes, _mm_set1_epi8(15));
+    return _mm256_cvtepi8_epi16(_mm_shuffle_epi8(values, nibbles));
 }
 
 // Sums int8 * int16 over a group of 32 for 8 rows: at most 32 * 128 * 32767, under 2^31.
 struct ByteDot {
-    __m256i acc = _mm256_setzero_si256();
-    void add(BytePairs w, FourBytes x) {
-        acc = _mm256_add_epi32(acc, _mm256_madd_epi16(w, x));
-        pin(acc);
+    static constexpr int STEPS = 16;
+    __m256i sum;
+    void start(BytePairs w, FourBytes x) {
+        sum = _mm256_madd_epi16(w, x);
+        pin(sum);
     }
-    F8 finish() const { return {_mm256_cvtepi32_ps(acc)}; }
+    void add(BytePairs w, FourBytes x) {
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(w, x));
+        pin(sum);
+    }
+    Sums sums() const { return {sum}; }
 };
 
 #elif defined(KV_NEON)
@@ -174,23 +181,29 @@ inline void store(BytePairs w, int16_t* p) {
     vst1q_s16(p, w.a);
     vst1q_s16(p + 8, w.b);
 }
-inline void look_up_pairs(const uint8_t* p, const int8_t (&table)[16], BytePairs& low, BytePairs& high) {
+template <int FROM>
+inline BytePairs look_up_pairs(const uint8_t* p, const int8_t (&table)[16]) {
     const int8x16_t values = vld1q_s8(table);
     const uint8x16_t bytes = vld1q_u8(p);
-    low = widened(vqtbl1q_s8(values, vandq_u8(bytes, vdupq_n_u8(15))));
-    high = widened(vqtbl1q_s8(values, vshrq_n_u8(bytes, 4)));
+    if constexpr (FROM) return widened(vqtbl1q_s8(values, vshrq_n_u8(bytes, FROM)));
+    return widened(vqtbl1q_s8(values, vandq_u8(bytes, vdupq_n_u8(15))));
 }
 struct ByteDot {
-    int32x4_t a = vdupq_n_s32(0), b = vdupq_n_s32(0);
+    static constexpr int STEPS = 16;
+    Sums sum;
+    void start(const BytePairs& w, FourBytes x) {
+        sum = {vdupq_n_s32(0), vdupq_n_s32(0)};
+        add(w, x);
+    }
     void add(const BytePairs& w, FourBytes x) {
         const int16x8_t broadcast = vreinterpretq_s16_s8(x);
         const auto pairs = [&](int16x8_t v) {
             return vpaddq_s32(vmull_s16(vget_low_s16(v), vget_low_s16(broadcast)), vmull_high_s16(v, broadcast));
         };
-        a = vaddq_s32(a, pairs(w.a));
-        b = vaddq_s32(b, pairs(w.b));
+        sum.a = vaddq_s32(sum.a, pairs(w.a));
+        sum.b = vaddq_s32(sum.b, pairs(w.b));
     }
-    F8 finish() const { return {vcvtq_f32_s32(a), vcvtq_f32_s32(b)}; }
+    Sums sums() const { return sum; }
 };
 
 #else
@@ -259,32 +272,48 @@ inline BytePairs load_byte_pairs(const int8_t* p) {
 inline void store(const BytePairs& w, int16_t* p) {
     for (int i = 0; i < 16; i++) p[i] = w.v[i];
 }
-inline void look_up_pairs(const uint8_t* p, const int8_t (&table)[16], BytePairs& low, BytePairs& high) {
-    for (int i = 0; i < 16; i++) {
-        low.v[i] = table[p[i] & 15];
-        high.v[i] = table[p[i] >> 4];
-    }
+template <int FROM>
+inline BytePairs look_up_pairs(const uint8_t* p, const int8_t (&table)[16]) {
+    BytePairs out;
+    for (int i = 0; i < 16; i++) out.v[i] = table[p[i] >> FROM & 15];
+    return out;
 }
 struct ByteDot {
-    int32_t acc[8] = {};
+    static constexpr int STEPS = 16;
+    Sums sum{};
+    void start(const BytePairs& w, FourBytes x) {
+        sum = {};
+        add(w, x);
+    }
     void add(const BytePairs& w, FourBytes x) {
         int16_t two[2];
         std::memcpy(two, x.v, 4);
-        for (int r = 0; r < 8; r++) acc[r] += w.v[2 * r] * two[0] + w.v[2 * r + 1] * two[1];
+        for (int r = 0; r < 8; r++) sum.v[r] += w.v[2 * r] * two[0] + w.v[2 * r + 1] * two[1];
     }
-    F8 finish() const { return F8::make([&](int i) { return float(acc[i]); }); }
+    Sums sums() const { return sum; }
 };
 
 #endif
 
+// Keeps GCC from saving what was read behind p for another use, where reading it again is cheaper.
+template <class Value>
+KV_INLINE const Value& read_again(const Value& from) {
+    const Value* p = &from;
+#if defined(__GNUC__)
+    asm volatile("" : "+r"(p));
+#endif
+    return *p;
+}
+
 // The accumulators live in registers only if the loops over them disappear.
 #if defined(__GNUC__) && (defined(KV_X86) || defined(KV_NEON))
-#define KV_UNROLL _Pragma("GCC unroll 8")
+#define KV_UNROLL _Pragma("GCC unroll 16")
 #else
 #define KV_UNROLL
 #endif
 
-inline void prefetch(const void* p) {
+// Part of its caller, or GCC takes a call without a result to have no effect.
+KV_INLINE void prefetch(const void* p) {
 #if defined(__GNUC__)
     __builtin_prefetch(p);
 #endif
@@ -308,45 +337,42 @@ inline void store_byte_pairs(F8 rounded, int8_t* out) {
 #endif
 }
 
-// Sums the codes of two tiles times int8 over 4 * STEPS columns for R rows of a panel; step s reads 4 bytes of row r
-// at x + STRIDE * s + 4 * r.
-template <int BITS, int STEPS, int STRIDE, int R>
-inline void dot_codes(const Codes* w, const Codes* w2, const int8_t* x, Sums (&totals)[2][R]) {
-    constexpr int at_once = CodeDot<BITS>::STEPS < STEPS ? CodeDot<BITS>::STEPS : STEPS;
-    KV_UNROLL
-    for (int first = 0; first < STEPS; first += at_once) {
-        CodeDot<BITS> dots[2][R];
-        KV_UNROLL
-        for (int s = first; s < first + at_once; s++)
-            KV_UNROLL
-            for (int r = 0; r < R; r++) {
-                const FourBytes four = broadcast_four(x + STRIDE * s + 4 * r);
-                if (s == first) {
-                    dots[0][r].start(w[s], four);
-                    dots[1][r].start(w2[s], four);
-                } else {
-                    dots[0][r].add(w[s], four);
-                    dots[1][r].add(w2[s], four);
-                }
-            }
-        KV_UNROLL
-        for (int t = 0; t < 2; t++)
-            KV_UNROLL
-            for (int r = 0; r < R; r++) totals[t][r] = first ? totals[t][r] + dots[t][r].sums() : dots[t][r].sums();
-    }
+// Calls f with each of 0..COUNT, as a type.
+template <int COUNT, class Function>
+KV_INLINE void each_step(Function f) {
+    const auto all = [&]<int... I>(std::integer_sequence<int, I...>) KV_INLINED {
+        (f(std::integral_constant<int, I>()), ...);
+    };
+    all(std::make_integer_sequence<int, COUNT>());
 }
 
-// The same sums with 16-bit activations given as high and low bytes, 4 of each in turn: 256 * high + low.
-// At most 32 * 31 * 32639 or 16 * 63 * 32639, under 2^31.
-template <int BITS, int STEPS, int STRIDE, int R>
-inline void dot_code_pairs(const Codes* w, const Codes* w2, const int8_t* x, Sums (&totals)[2][R]) {
-    Sums low[2][R];
-    dot_codes<BITS, STEPS, 2 * STRIDE, R>(w, w2, x, totals);
-    dot_codes<BITS, STEPS, 2 * STRIDE, R>(w, w2, x + STRIDE, low);
-    KV_UNROLL
-    for (int t = 0; t < 2; t++)
+// Sums two tiles times N runs of the activation over the steps S, whose sums need no order; `four(S, n)` points to run
+// n's 4 bytes. A step's weights are unpacked when they are needed: there are more of them than registers.
+template <class Dot, int N, int... S, class View, class GetFour>
+KV_INLINE void dot_steps(std::integer_sequence<int, S...>, const View (&views)[2], GetFour four, Sums (&totals)[2][N]) {
+    constexpr int count = sizeof...(S), at_once = std::min(Dot::STEPS, count), order[] = {S...};
+    Dot dots[2][N];
+    each_step<count>([&]<int I>(std::integral_constant<int, I>) KV_INLINED {
+        constexpr int step = order[I];
+        const auto first = views[0].template step<step>(), second = views[1].template step<step>();
         KV_UNROLL
-        for (int r = 0; r < R; r++) totals[t][r] = times_256(totals[t][r]) + low[t][r];
+        for (int n = 0; n < N; n++) {
+            const FourBytes x = broadcast_four(four(step, n));
+            if constexpr (I % at_once == 0) {
+                dots[0][n].start(first, x);
+                dots[1][n].start(second, x);
+            } else {
+                dots[0][n].add(first, x);
+                dots[1][n].add(second, x);
+            }
+        }
+        if constexpr (I % at_once == at_once - 1)
+            KV_UNROLL
+            for (int t = 0; t < 2; t++)
+                KV_UNROLL
+                for (int n = 0; n < N; n++)
+                    totals[t][n] = I < at_once ? dots[t][n].sums() : totals[t][n] + dots[t][n].sums();
+    });
 }
 
 }  // namespace KV_ISA

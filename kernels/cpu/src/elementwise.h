@@ -42,7 +42,9 @@ inline void quantize_row(const float* x, const KvActivationBuffer& out, int row)
                 store_byte_pairs(rounded, bytes + 2 * i);
         }
         for (int i = 0; i < KV_GROUP * width; i += 4, values += 4 * KV_PANEL) std::memcpy(values, bytes + i, 4);
-        for (int half = 0; half < 2; half++) sums[KV_PANEL * half] = *scales * sum(totals[half]);
+        const float second_half = sum(totals[1]);
+        sums[0] = *scales * (sum(totals[0]) + second_half);
+        sums[KV_PANEL] = *scales * second_half;
     }
 }
 

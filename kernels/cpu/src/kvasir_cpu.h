@@ -118,7 +118,8 @@ typedef struct {
     int32_t columns;
     void* values;       // float; or int8_t, int16_t or byte pairs [panels][bytes of a row / 4][KV_PANEL][4 bytes]
     float* scales;      // [panels][columns / 32][KV_PANEL], NULL for float
-    float* scaled_sums; // [panels][columns / 16][KV_PANEL], NULL for float
+    // [panels][columns / 32][of the group, of its second half][KV_PANEL], NULL for float
+    float* scaled_sums;
 } KvActivationBuffer;
 
 typedef struct {

@@ -72,41 +72,47 @@ inline void with_view(int format, Function f) {
 
 // Without vector registers, more rows at a time would only be more to compile.
 #if defined(KV_X86) || defined(KV_NEON)
-constexpr int ROWS_AT_ONCE = KV_PANEL;
+constexpr int ROWS_AT_ONCE = MOST_SUMS / 2;
 #else
 constexpr int ROWS_AT_ONCE = 1;
 #endif
 
+// How many of the rows from `row` on are multiplied at once: all that are left, if the registers hold their sums, else
+// those of one panel.
+inline int rows_at(int row, int end) {
+    const int lane = row % KV_PANEL;
+    if (lane == 0 && end - row <= ROWS_AT_ONCE) return end - row;
+    return std::min({end - row, KV_PANEL - lane, ROWS_AT_ONCE});
+}
+
 // So many rows stay in the first-level cache, and weights stream past them in order.
 constexpr int STREAMED_ROWS = 2 * KV_PANEL;
 
-// The kernels of one weight format, for 1 to ROWS_AT_ONCE rows of one panel.
+// The kernels of one weight format, for 1 to ROWS_AT_ONCE rows.
 struct FormatKernels {
-    TileDot dots[KV_PANEL + 1] = {};
+    TileDot dots[ROWS_AT_ONCE + 1] = {};
     int blocks = 0;
     int64_t tile_bytes = 0;
 
     explicit FormatKernels(const KvWeight& weight) {
         with_view(weight.format, [&]<class View>(View*) {
-            dots[1] = tile_dot<1, View>;
-            if constexpr (ROWS_AT_ONCE > 1) {
-                dots[2] = tile_dot<2, View>;
-                dots[3] = tile_dot<3, View>;
-                dots[4] = tile_dot<4, View>;
-            }
+            const auto fill = [&]<int... R>(std::integer_sequence<int, R...>) {
+                ((dots[R + 1] = tile_dot<R + 1, View>), ...);
+            };
+            fill(std::make_integer_sequence<int, ROWS_AT_ONCE>());
             blocks = weight.columns / (KV_GROUP * View::GROUPS);
             tile_bytes = int64_t(sizeof(typename View::Tile)) * blocks;
         });
     }
 };
 
-// Two tiles of a weight for `count` rows of one panel: of a paired epilogue a gate's and its up's, else as far apart,
+// Two tiles of a weight for `count` rows: of a paired epilogue a gate's and its up's, else as far apart,
 // so that units one after another read two runs of memory in order, each without a gap. Not fetched `from_memory`: the
 // tiles are in a cache already.
 inline void two_tiles(const KvOp& op, const FormatKernels& kernels, int unit, int first, int count, bool from_memory) {
     const KvWeight& weight = *op.weight;
     const char* weights = (const char*)weight.data;
-    F8 acc[2 * KV_PANEL];
+    F8 acc[2 * ROWS_AT_ONCE];
     const auto multiply = [&](int second_unit) {
         kernels.dots[count](weights + kernels.tile_bytes * unit, weights + kernels.tile_bytes * second_unit,
                             kernels.blocks, from_memory, *op.activation, first, acc);
@@ -155,8 +161,6 @@ inline void stream_units(int units, WorkQueue& queue, Function f) {
 inline void matmul_rows(const KvOp& op, int first_row, int end_row, WorkQueue& queue) {
     const FormatKernels kernels(*op.weight);
     const int tiles = (op.weight->rows + KV_TILE - 1) / KV_TILE, units = (tiles + 1) / 2;
-    // How many of the rows from `row` on are multiplied at once.
-    const auto rows_at = [](int row, int end) { return std::min({end - row, ROWS_AT_ONCE, KV_PANEL - row % KV_PANEL}); };
     if (end_row - first_row <= STREAMED_ROWS) {
         stream_units(units, queue, [&](int unit) {
             for (int row = first_row, count; row < end_row; row += count) {

@@ -15,6 +15,16 @@
 #define KV_NEON 1
 #endif
 
+// What must become part of its caller, or what it works on would not stay in registers: KV_INLINE for functions,
+// KV_INLINED after a lambda's parameters. Without vector registers it would only be more to compile.
+#if defined(__GNUC__) && (defined(KV_X86) || defined(KV_NEON))
+#define KV_INLINE inline __attribute__((always_inline))
+#define KV_INLINED __attribute__((always_inline))
+#else
+#define KV_INLINE inline
+#define KV_INLINED
+#endif
+
 namespace KV_ISA {
 
 // The upper half of a float.

@@ -11,29 +11,36 @@
 
 namespace KV_ISA {
 
-// R rows of a quantised activation, from `first` on, all in one panel.
+// Some rows of a quantised activation from `first` on: in one panel, or from the first of a panel on in two.
 struct PanelRows {
-    static constexpr int STEP = 4 * KV_PANEL;  // from 4 bytes of a row to its next ones
-    static constexpr int ROW = 4;
-    const int8_t* values;
-    const float *scales, *sums;
+    const int8_t* values[2];  // of the rows in each panel
+    const float *scales[2], *sums[2];
 
     PanelRows(const KvActivationBuffer& x, int first) {
-        const int64_t groups = x.columns / KV_GROUP, bytes = int64_t(x.columns) * (x.kind == KV_ACT_INT8 ? 1 : 2);
-        const int64_t lane = first % KV_PANEL, begin = first - lane;
-        values = (const int8_t*)x.values + begin * bytes + ROW * lane;
-        scales = x.scales + begin * groups + lane;
-        sums = x.scaled_sums + 2 * begin * groups + lane;
+        const int64_t lane = first % KV_PANEL, panel_groups = int64_t(x.columns) / KV_GROUP * KV_PANEL;
+        const int64_t panel_bytes = int64_t(x.columns) * (x.kind == KV_ACT_INT8 ? 1 : 2) * KV_PANEL;
+        for (int p = 0; p < 2; p++) {
+            const int64_t panel = first / KV_PANEL + p;
+            values[p] = (const int8_t*)x.values + panel * panel_bytes + 4 * lane;
+            scales[p] = x.scales + panel * panel_groups + lane;
+            sums[p] = x.scaled_sums + 2 * panel * panel_groups + lane;
+        }
     }
-    void next(int steps) {
-        values += STEP * steps;
-        scales += KV_PANEL;
-        sums += 2 * KV_PANEL;
+    void next(int fours) {
+        for (int p = 0; p < 2; p++) {
+            values[p] += 4 * KV_PANEL * fours;
+            scales[p] += KV_PANEL;
+            sums[p] += 2 * KV_PANEL;
+        }
     }
-    F8 scale(int r) const { return F8::set1(scales[r]); }
-    // Of one half of the group, and of both.
-    F8 sum(int r, int half) const { return F8::set1(sums[r + KV_PANEL * half]); }
-    F8 sum(int r) const { return F8::set1(sums[r] + sums[r + KV_PANEL]); }
+    // Row r's 4 bytes at `i` of a group.
+    const int8_t* four(int i, int r) const {
+        return values[r / KV_PANEL] + 4 * KV_PANEL * i + 4 * (r % KV_PANEL);
+    }
+    F8 scale(int r) const { return F8::set1(scales[r / KV_PANEL][r % KV_PANEL]); }
+    // Of the group, and of its second half.
+    F8 sum(int r) const { return F8::set1(sums[r / KV_PANEL][r % KV_PANEL]); }
+    F8 second_sum(int r) const { return F8::set1(sums[r / KV_PANEL][r % KV_PANEL + KV_PANEL]); }
 };
 
 // What the kernels multiply at once: two tiles with R rows, which share the loads of each other.
@@ -46,101 +53,109 @@ constexpr int PREFETCH_BYTES = 1280;
 
 // Of a tile that comes from memory. What lies so far behind its end is mostly the next that the thread multiplies.
 template <class Tile>
-inline void prefetch_tile(const Tile* tile) {
+KV_INLINE void prefetch_tile(const Tile* tile) {
     for (int i = 0; i < int(sizeof(Tile)); i += 64) prefetch((const char*)tile + PREFETCH_BYTES + i);
 }
 
-template <int R, class View, bool PAIRS>
-inline void code_dot(const TwoTiles<View>& tiles, int blocks, bool from_memory, const KvActivationBuffer& x, int first,
-                     F8 (&acc)[2][R]) {
-    constexpr int steps = PAIRS ? 16 : 8, step = PanelRows::STEP;
-    PanelRows rows(x, first);
+// So many sums stay in registers, beside the weights of a step and the activation that they are multiplied with.
+constexpr int MOST_SUMS = 12;
+
+// Codes times R rows over the steps of `order`; with PAIRS those of 16 bits, which lie as 4 high bytes and 4 low ones:
+// 256 * high + low, at most 32 * 31 * 32639 or 16 * 63 * 32639, under 2^31.
+template <bool PAIRS, int R, class View, class Order>
+KV_INLINE void dot_rows(Order order, const View (&views)[2], const PanelRows& rows, Sums (&totals)[2][R]) {
+    using Dot = CodeDot<View::BITS>;
+    if constexpr (!PAIRS) {
+        dot_steps<Dot>(order, views, [&](int s, int r) KV_INLINED { return rows.four(s, r); }, totals);
+        return;
+    }
+    Sums high[2][R], low[2][R];
+    if constexpr (4 * R <= MOST_SUMS) {
+        Sums both[2][2 * R];
+        dot_steps<Dot>(order, views, [&](int s, int n) KV_INLINED { return rows.four(2 * s + n / R, n % R); }, both);
+        KV_UNROLL
+        for (int t = 0; t < 2; t++)
+            KV_UNROLL
+            for (int r = 0; r < R; r++) {
+                high[t][r] = both[t][r];
+                low[t][r] = both[t][R + r];
+            }
+    } else {
+        dot_steps<Dot>(order, views, [&](int s, int r) KV_INLINED { return rows.four(2 * s, r); }, high);
+        const View again[2] = {{read_again(views[0].tile), views[0].g}, {read_again(views[1].tile), views[1].g}};
+        dot_steps<Dot>(order, again, [&](int s, int r) KV_INLINED { return rows.four(2 * s + 1, r); }, low);
+    }
     KV_UNROLL
-    for (int r = 0; r < R; r++) acc[0][r] = acc[1][r] = F8::zero();
-    const auto dot = [](const Codes* first_codes, const Codes* second_codes, const int8_t* v, auto count,
-                        Sums (&totals)[2][R]) {
-        if constexpr (PAIRS)
-            dot_code_pairs<View::BITS, decltype(count)::value, step, R>(first_codes, second_codes, v, totals);
-        else
-            dot_codes<View::BITS, decltype(count)::value, step, R>(first_codes, second_codes, v, totals);
-    };
-    for (int block = 0; block < blocks; block++) {
-        if (from_memory)
-            for (const auto* tile : tiles) prefetch_tile(tile + block);
-        for (int g = 0; g < View::GROUPS; g++, rows.next(steps)) {
-            const View views[2] = {{tiles[0][block], g}, {tiles[1][block], g}};
-            Codes w[2][8];
-            views[0].codes(w[0]);
-            views[1].codes(w[1]);
-            Sums totals[2][R];
-            if constexpr (View::HALVES) {
-                Sums second[2][R];
-                dot(w[0], w[1], rows.values, std::integral_constant<int, 4>(), totals);
-                dot(w[0] + 4, w[1] + 4, rows.values + step * steps / 2, std::integral_constant<int, 4>(), second);
-                KV_UNROLL
-                for (int t = 0; t < 2; t++) {
-                    const F8 d = views[t].scale(0), m = views[t].minimum(0, d);
-                    const F8 second_d = views[t].scale(1), second_m = views[t].minimum(1, second_d);
-                    KV_UNROLL
-                    for (int r = 0; r < R; r++) {
-                        const F8 total = fma(second[t][r].floats(), second_d, totals[t][r].floats() * d);
-                        acc[t][r] = fma(total, rows.scale(r), acc[t][r]);
-                        acc[t][r] = fma(m, rows.sum(r, 0), acc[t][r]);
-                        acc[t][r] = fma(second_m, rows.sum(r, 1), acc[t][r]);
-                    }
-                }
-            } else {
-                dot(w[0], w[1], rows.values, std::integral_constant<int, 8>(), totals);
-                KV_UNROLL
-                for (int t = 0; t < 2; t++) {
-                    const F8 d = views[t].scale(0), m = views[t].minimum(0, d);
-                    KV_UNROLL
-                    for (int r = 0; r < R; r++) {
-                        acc[t][r] = fma(totals[t][r].floats() * d, rows.scale(r), acc[t][r]);
-                        acc[t][r] = fma(m, rows.sum(r), acc[t][r]);
-                    }
-                }
+    for (int t = 0; t < 2; t++)
+        KV_UNROLL
+        for (int r = 0; r < R; r++) totals[t][r] = times_256(high[t][r]) + low[t][r];
+}
+
+// One group of two tiles.
+template <bool PAIRS, int R, class View>
+KV_INLINE void code_group(const View (&views)[2], const PanelRows& rows, F8 (&acc)[2][R]) {
+    Sums totals[2][R];
+    if constexpr (View::HALVES) {
+        Sums second[2][R];
+        dot_rows<PAIRS>(std::integer_sequence<int, 0, 1, 2, 3>(), views, rows, totals);
+        dot_rows<PAIRS>(std::integer_sequence<int, 4, 5, 6, 7>(), views, rows, second);
+        KV_UNROLL
+        for (int t = 0; t < 2; t++) {
+            const F8 d = views[t].scale(0), m = views[t].minimum(0, d);
+            const F8 second_d = views[t].scale(1), more = views[t].minimum(1, second_d) - m;
+            KV_UNROLL
+            for (int r = 0; r < R; r++) {
+                const F8 total = fma(second[t][r].floats(), second_d, totals[t][r].floats() * d);
+                const F8 sum = fma(m, rows.sum(r), fma(total, rows.scale(r), acc[t][r]));
+                acc[t][r] = fma(more, rows.second_sum(r), sum);
+            }
+        }
+    } else {
+        // Two steps after each other lie in the same bytes of a 4-bit plane.
+        dot_rows<PAIRS>(std::integer_sequence<int, 0, 4, 1, 5, 2, 6, 3, 7>(), views, rows, totals);
+        KV_UNROLL
+        for (int t = 0; t < 2; t++) {
+            const F8 d = views[t].scale(0), m = views[t].minimum(0, d);
+            KV_UNROLL
+            for (int r = 0; r < R; r++) {
+                const F8 sum = fma(totals[t][r].floats() * d, rows.scale(r), acc[t][r]);
+                acc[t][r] = fma(m, rows.sum(r), sum);
             }
         }
     }
 }
 
 template <int R, class View>
-inline void byte_dot(const TwoTiles<View>& tiles, int blocks, bool from_memory, const KvActivationBuffer& x, int first,
-                     F8 (&acc)[2][R]) {
-    constexpr int step = PanelRows::STEP;
+KV_INLINE void byte_group(const View (&views)[2], const PanelRows& rows, F8 (&acc)[2][R]) {
+    Sums totals[2][R];
+    using Order = std::integer_sequence<int, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15>;
+    dot_steps<ByteDot>(Order(), views, [&](int s, int r) KV_INLINED { return rows.four(s, r); }, totals);
+    KV_UNROLL
+    for (int t = 0; t < 2; t++) {
+        const F8 d = views[t].scale();
+        KV_UNROLL
+        for (int r = 0; r < R; r++) acc[t][r] = fma(totals[t][r].floats() * rows.scale(r), d, acc[t][r]);
+    }
+}
+
+// Quantised rows: codes times int8, codes times PAIRS of bytes, or bytes times int16.
+template <int R, class View, bool PAIRS>
+KV_INLINE void group_dot(const TwoTiles<View>& tiles, int blocks, bool from_memory, const KvActivationBuffer& x,
+                         int first, F8 (&acc)[2][R]) {
     PanelRows rows(x, first);
     KV_UNROLL
     for (int r = 0; r < R; r++) acc[0][r] = acc[1][r] = F8::zero();
     for (int block = 0; block < blocks; block++) {
         if (from_memory)
             for (const auto* tile : tiles) prefetch_tile(tile + block);
-        for (int g = 0; g < View::GROUPS; g++, rows.next(16)) {
+        for (int g = 0; g < View::GROUPS; g++) {
             const View views[2] = {{tiles[0][block], g}, {tiles[1][block], g}};
-            ByteDot dots[2][R];
-            KV_UNROLL
-            for (int s = 0; s < 8; s++) {
-                BytePairs low[2], high[2];
-                views[0].pairs(s, low[0], high[0]);
-                views[1].pairs(s, low[1], high[1]);
-                KV_UNROLL
-                for (int r = 0; r < R; r++) {
-                    const FourBytes v = broadcast_four(rows.values + step * s + PanelRows::ROW * r);
-                    dots[0][r].add(low[0], v);
-                    dots[1][r].add(low[1], v);
-                }
-                KV_UNROLL
-                for (int r = 0; r < R; r++) {
-                    const FourBytes v = broadcast_four(rows.values + step * (s + 8) + PanelRows::ROW * r);
-                    dots[0][r].add(high[0], v);
-                    dots[1][r].add(high[1], v);
-                }
-            }
-            KV_UNROLL
-            for (int t = 0; t < 2; t++) {
-                const F8 d = views[t].scale();
-                KV_UNROLL
-                for (int r = 0; r < R; r++) acc[t][r] = fma(dots[t][r].finish() * rows.scale(r), d, acc[t][r]);
+            if constexpr (View::KIND == ViewKind::CODES) {
+                code_group<PAIRS>(views, rows, acc);
+                rows.next(PAIRS ? 16 : 8);
+            } else {
+                byte_group(views, rows, acc);
+                rows.next(16);
             }
         }
     }
@@ -194,11 +209,11 @@ KV_NOINLINE void tile_dot(const void* first_tile, const void* second_tile, int b
     if constexpr (View::KIND == ViewKind::DENSE)
         dense_dot<R, View>(tiles, blocks, from_memory, x, first, acc);
     else if constexpr (View::KIND == ViewKind::BYTES)
-        byte_dot<R, View>(tiles, blocks, from_memory, x, first, acc);
+        group_dot<R, View, false>(tiles, blocks, from_memory, x, first, acc);
     else if (x.kind == KV_ACT_INT8)
-        code_dot<R, View, false>(tiles, blocks, from_memory, x, first, acc);
+        group_dot<R, View, false>(tiles, blocks, from_memory, x, first, acc);
     else
-        code_dot<R, View, true>(tiles, blocks, from_memory, x, first, acc);
+        group_dot<R, View, true>(tiles, blocks, from_memory, x, first, acc);
     for (int t = 0; t < 2; t++)
         for (int r = 0; r < R; r++) out[R * t + r] = acc[t][r];
 }
@@ -215,28 +230,23 @@ inline void dequantize_group(const View& view, int r, float* out) {
     } else if constexpr (View::KIND == ViewKind::BYTES) {
         float scale[KV_TILE];
         view.scale().store(scale);
-        for (int s = 0; s < 8; s++) {
-            BytePairs pairs[2];
-            view.pairs(s, pairs[0], pairs[1]);
-            int16_t numbers[2][16];
-            for (int half = 0; half < 2; half++) store(pairs[half], numbers[half]);
-            for (int c = 0; c < 4; c++)
-                out[16 * (c / 2) + 2 * s + c % 2] = scale[r] * float(numbers[c / 2][2 * r + c % 2]);
-        }
+        each_step<16>([&]<int S>(std::integral_constant<int, S>) {
+            int16_t numbers[16];
+            store(view.template step<S>(), numbers);
+            for (int j = 0; j < 2; j++) out[2 * S + j] = scale[r] * float(numbers[2 * r + j]);
+        });
     } else {
-        Codes w[8];
-        view.codes(w);
+        float scale[2][KV_TILE], minimum[2][KV_TILE];
         for (int half = 0; half < 2; half++) {
-            float scale[KV_TILE], minimum[KV_TILE];
             const F8 d = view.scale(half);
-            d.store(scale);
-            view.minimum(half, d).store(minimum);
-            for (int s = 4 * half; s < 4 * half + 4; s++) {
-                uint8_t codes[32];
-                store(w[s], codes);
-                for (int j = 0; j < 4; j++) out[4 * s + j] = scale[r] * float(codes[4 * r + j]) + minimum[r];
-            }
+            d.store(scale[half]);
+            view.minimum(half, d).store(minimum[half]);
         }
+        each_step<8>([&]<int S>(std::integral_constant<int, S>) {
+            uint8_t codes[32];
+            store(view.template step<S>(), codes);
+            for (int j = 0; j < 4; j++) out[4 * S + j] = scale[S / 4][r] * float(codes[4 * r + j]) + minimum[S / 4][r];
+        });
     }
 }
 
