@@ -3,7 +3,6 @@
 // keys; long contexts are split and reduced (Flash-Decoding).
 #pragma once
 
-#include <cstddef>
 #include <memory>
 #include <type_traits>
 
@@ -16,52 +15,35 @@ enum { KEY_TILE = 64, MAX_QUERIES = 32, MAX_HEAD_DIM = 256 };
 struct AttentionScratch {
     alignas(64) float scores[MAX_QUERIES][KEY_TILE];
     alignas(64) float acc[MAX_QUERIES][MAX_HEAD_DIM];
-    alignas(64) float widened[KEY_TILE * MAX_HEAD_DIM];
     alignas(64) float key_scale[KEY_TILE], value_scale[KEY_TILE];  // of the tile's tokens, in a cache of bytes
     const float* query[MAX_QUERIES];
     float maximum[MAX_QUERIES], total[MAX_QUERIES];
     int32_t position[MAX_QUERIES];
 };
 
-// One block's keys or values as floats: converted once where enough queries share it.
-inline const float* widen(const float* block, int64_t, AttentionScratch&) { return block; }
-template <class Cache>
-inline const float* widen(const Cache* block, int64_t size, AttentionScratch& s) {
-    for (int64_t i = 0; i < size; i += 8) F8::load(block + i).store(s.widened + i);
-    return s.widened;
-}
-enum { WORTH_WIDENING = 8 };
-
-// Blocks follow each other in no order that a processor could foresee. While one is gone through, that one is asked for
-// which comes some blocks later: `ahead`, a pointer into the cache that may be NULL, or nullptr where none ever is.
-template <class Cache>
-KV_INLINE void fetch_ahead(const Cache* ahead, int64_t offset) {
-    if (ahead) prefetch(ahead + offset);
-}
-inline void fetch_ahead(std::nullptr_t, int64_t) {}
-template <class Cache>
-inline const Cache* later_in(const Cache* ahead, int offset) {
-    return ahead ? ahead + offset : nullptr;
-}
-inline std::nullptr_t later_in(std::nullptr_t, int) { return nullptr; }
+// Blocks follow each other in no order that a processor could foresee: while the first queries (FETCH) go through one,
+// they ask for what lies at the same place in `ahead`, a block that comes later.
 
 // scores[first..first+R][begin..begin+block_size) = query . key for one block; 8 * T keys at a time.
-template <int R, int T, class Cache, class Ahead>
-inline void score_keys(AttentionScratch& s, int first, const Cache* keys, int head_dim, int block_size, int begin,
-                       Ahead ahead) {
+template <int R, int T, bool FETCH, class Cache>
+KV_INLINE void score_keys(AttentionScratch& s, int first, const Cache* keys, int head_dim, int block_size, int begin,
+                          const Cache* ahead) {
     F8 acc[R][T];
+    const float* query[R];  // which GCC would read again after every prefetch
     KV_UNROLL
-    for (int r = 0; r < R; r++)
+    for (int r = 0; r < R; r++) {
+        query[r] = s.query[first + r];
         KV_UNROLL
         for (int t = 0; t < T; t++) acc[r][t] = F8::zero();
+    }
     for (int d = 0; d < head_dim; d++) {
-        fetch_ahead(ahead, int64_t(d) * block_size);
+        if constexpr (FETCH) prefetch(ahead + int64_t(d) * block_size);
         F8 k[T];
         KV_UNROLL
         for (int t = 0; t < T; t++) k[t] = F8::load(keys + int64_t(d) * block_size + 8 * t);
         KV_UNROLL
         for (int r = 0; r < R; r++) {
-            const F8 q = F8::set1(s.query[first + r][d]);
+            const F8 q = F8::set1(query[r][d]);
             KV_UNROLL
             for (int t = 0; t < T; t++) acc[r][t] = fma(q, k[t], acc[r][t]);
         }
@@ -72,31 +54,33 @@ inline void score_keys(AttentionScratch& s, int first, const Cache* keys, int he
         for (int t = 0; t < T; t++) acc[r][t].store(&s.scores[first + r][begin + 8 * t]);
 }
 
-template <int R, class Cache, class Ahead>
-inline void score_block(AttentionScratch& s, int first, const Cache* keys, int head_dim, int block_size, int begin,
-                        Ahead ahead) {
+// Out of line, like its sibling below: with its caller's variables around it, its loop's pointers lose their registers.
+template <int R, bool FETCH, class Cache>
+KV_NOINLINE void score_block(AttentionScratch& s, int first, const Cache* keys, int head_dim, int block_size,
+                             int begin, const Cache* ahead) {
     int t = 0;
     for (; t + 16 <= block_size; t += 16)
-        score_keys<R, 2>(s, first, keys + t, head_dim, block_size, begin + t, later_in(ahead, t));
-    if (t < block_size) score_keys<R, 1>(s, first, keys + t, head_dim, block_size, begin + t, later_in(ahead, t));
+        score_keys<R, 2, FETCH>(s, first, keys + t, head_dim, block_size, begin + t, ahead + t);
+    if (t < block_size) score_keys<R, 1, FETCH>(s, first, keys + t, head_dim, block_size, begin + t, ahead + t);
 }
 
-template <int R, int D, class Cache, class Ahead>
-inline void accumulate_values(AttentionScratch& s, int first, const Cache* values, int head_dim, int d, int begin,
-                              int count, Ahead ahead) {
+template <int R, int D, bool FETCH, class Cache>
+KV_INLINE void accumulate_values(AttentionScratch& s, int first, const Cache* values, int head_dim, int d, int begin,
+                                 int count, const Cache* ahead) {
     F8 acc[R][D];
+    const float* probabilities = s.scores[first] + begin;
     KV_UNROLL
     for (int r = 0; r < R; r++)
         KV_UNROLL
         for (int i = 0; i < D; i++) acc[r][i] = F8::load(&s.acc[first + r][d + 8 * i]);
     for (int t = 0; t < count; t++) {
-        fetch_ahead(ahead, int64_t(t) * head_dim + d);
+        if constexpr (FETCH) prefetch(ahead + int64_t(t) * head_dim + d);
         F8 v[D];
         KV_UNROLL
         for (int i = 0; i < D; i++) v[i] = F8::load(values + int64_t(t) * head_dim + d + 8 * i);
         KV_UNROLL
         for (int r = 0; r < R; r++) {
-            const F8 p = F8::set1(s.scores[first + r][begin + t]);
+            const F8 p = F8::set1(probabilities[KEY_TILE * r + t]);
             KV_UNROLL
             for (int i = 0; i < D; i++) acc[r][i] = fma(p, v[i], acc[r][i]);
         }
@@ -107,21 +91,29 @@ inline void accumulate_values(AttentionScratch& s, int first, const Cache* value
         for (int i = 0; i < D; i++) acc[r][i].store(&s.acc[first + r][d + 8 * i]);
 }
 
-template <int R, class Cache, class Ahead>
-inline void accumulate_block(AttentionScratch& s, int first, const Cache* values, int head_dim, int begin, int count,
-                             Ahead ahead) {
+template <int R, bool FETCH, class Cache>
+KV_NOINLINE void accumulate_block(AttentionScratch& s, int first, const Cache* values, int head_dim, int begin,
+                                  int count, const Cache* ahead) {
     int d = 0;
-    for (; d + 16 <= head_dim; d += 16) accumulate_values<R, 2>(s, first, values, head_dim, d, begin, count, ahead);
-    if (d < head_dim) accumulate_values<R, 1>(s, first, values, head_dim, d, begin, count, ahead);
+    for (; d + 16 <= head_dim; d += 16)
+        accumulate_values<R, 2, FETCH>(s, first, values, head_dim, d, begin, count, ahead);
+    if (d < head_dim) accumulate_values<R, 1, FETCH>(s, first, values, head_dim, d, begin, count, ahead);
 }
 
-// Calls block<R>(first query) over all queries, as many at a time as the registers hold.
+// Calls block<R, whether they are the first>(first query) over all queries, as many at a time as the registers hold.
 template <class Block>
 inline void over_queries(int num_queries, Block block) {
     int i = 0;
-    for (; i + 6 <= num_queries; i += 6) block(std::integral_constant<int, 6>(), i);
-    for (; i + 3 <= num_queries; i += 3) block(std::integral_constant<int, 3>(), i);
-    for (; i < num_queries; i++) block(std::integral_constant<int, 1>(), i);
+    const auto next = [&]<int R>(std::integral_constant<int, R> rows) {
+        for (; i + R <= num_queries; i += R)
+            if (i == 0)
+                block(rows, std::true_type(), i);
+            else
+                block(rows, std::false_type(), i);
+    };
+    next(std::integral_constant<int, 6>());
+    next(std::integral_constant<int, 3>());
+    next(std::integral_constant<int, 1>());
 }
 
 // Masks, scales and exponentiates one tile of scores of query r; folds it into the running softmax.
@@ -135,39 +127,44 @@ inline void softmax_tile(AttentionScratch& s, int r, const KvAttentionSpec& spec
     const int visible_end = std::min(count, position + 1 - tile_begin);
     const int visible_begin = spec.window ? std::max(0, position - spec.window + 1 - tile_begin) : 0;
     const int padded = (count + 7) / 8 * 8;
+    const bool all_visible = visible_begin == 0 && visible_end == padded;
+    const auto hide = [&](float value) {
+        for (int t = 0; t < padded; t++)
+            if (t < visible_begin || t >= visible_end) scores[t] = value;
+    };
     const F8 scale = F8::set1(spec.scale);
-    F8 top = F8::set1(lowest);
+    F8 top = F8::set1(lowest), total = F8::zero();
     for (int t = 0; t < padded; t += 8) {
         F8 v = F8::load(scores + t) * scale;
         if (std::is_same<Cache, int8_t>::value) v = v * F8::load(s.key_scale + t);
         if (spec.soft_cap > 0.0f) v = soft_capped(v, spec.soft_cap);
         v.store(scores + t);
+        top = max(top, v);
     }
-    const bool all_visible = visible_begin == 0 && visible_end == padded;
-    if (!all_visible)
-        for (int t = 0; t < padded; t++)
-            if (t < visible_begin || t >= visible_end) scores[t] = lowest;
-    for (int t = 0; t < padded; t += 8) top = max(top, F8::load(scores + t));
+    if (!all_visible) {
+        hide(lowest);
+        top = F8::set1(lowest);
+        for (int t = 0; t < padded; t += 8) top = max(top, F8::load(scores + t));
+    }
     const float maximum = std::max(s.maximum[r], max_lane(top));
     if (maximum == lowest) {
         for (int t = 0; t < padded; t++) scores[t] = 0.0f;
         return;
     }
     const F8 shift = F8::set1(maximum);
-    F8 total = F8::zero();
     for (int t = 0; t < padded; t += 8) {
         const F8 p = exp(F8::load(scores + t) - shift);
         p.store(scores + t);
+        total = total + p;
     }
     // exp clamps its input, so a masked score must be zeroed, not left at exp(-87).
-    if (!all_visible)
-        for (int t = 0; t < padded; t++)
-            if (t < visible_begin || t >= visible_end) scores[t] = 0.0f;
-    for (int t = 0; t < padded; t += 8) {
-        const F8 p = F8::load(scores + t);
-        total = total + p;
-        if (std::is_same<Cache, int8_t>::value) (p * F8::load(s.value_scale + t)).store(scores + t);
+    if (!all_visible) {
+        hide(0.0f);
+        total = F8::zero();
+        for (int t = 0; t < padded; t += 8) total = total + F8::load(scores + t);
     }
+    if (std::is_same<Cache, int8_t>::value)
+        for (int t = 0; t < padded; t += 8) (F8::load(scores + t) * F8::load(s.value_scale + t)).store(scores + t);
     if (maximum > s.maximum[r]) {
         const float correction = s.maximum[r] == lowest ? 0.0f : std::exp(s.maximum[r] - maximum);
         s.total[r] *= correction;
@@ -217,32 +214,21 @@ inline void attention_item(const KvOp& op, const KvBatch& batch, const Attention
                 std::memcpy(s.key_scale + t, spec.key_scales + at / head_dim, sizeof(float) * block_size);
                 std::memcpy(s.value_scale + t, spec.value_scales + at / head_dim, sizeof(float) * block_size);
             }
-            const auto score = [&](const auto* block, auto ahead) {
-                over_queries(num_queries, [&](auto rows, int i) {
-                    const auto asked = i == 0 ? ahead : nullptr;
-                    score_block<decltype(rows)::value>(s, i, block, head_dim, block_size, t, asked);
-                });
-            };
-            if (num_queries >= WORTH_WIDENING)  // which also leave a block's numbers enough time to come
-                score(widen(keys, head_size, s), nullptr);
-            else
-                score(keys, all_values + at);
+            over_queries(num_queries, [&]<int R, bool FIRST>(std::integral_constant<int, R>,
+                                                             std::bool_constant<FIRST>, int i) {
+                score_block<R, FIRST>(s, i, keys, head_dim, block_size, t, all_values + at);
+            });
         }
         for (int i = 0; i < num_queries; i++) softmax_tile<Cache>(s, i, spec, tile, count);
         for (int t = 0; t < count; t += block_size) {
             const Cache* values = all_values + head_of(tile + t);
             const int later = tile + t + KEY_TILE;
             const int in_block = std::min(block_size, count - t);
-            const auto accumulate = [&](const auto* block, auto ahead) {
-                over_queries(num_queries, [&](auto rows, int i) {
-                    const auto asked = i == 0 ? ahead : nullptr;
-                    accumulate_block<decltype(rows)::value>(s, i, block, head_dim, t, in_block, asked);
-                });
-            };
-            if (num_queries >= WORTH_WIDENING)
-                accumulate(widen(values, int64_t(in_block) * head_dim, s), nullptr);
-            else
-                accumulate(values, later < end ? all_keys + head_of(later) : nullptr);
+            const Cache* ahead = later < end ? all_keys + head_of(later) : values;
+            over_queries(num_queries, [&]<int R, bool FIRST>(std::integral_constant<int, R>,
+                                                             std::bool_constant<FIRST>, int i) {
+                accumulate_block<R, FIRST>(s, i, values, head_dim, t, in_block, ahead);
+            });
         }
     }
     for (int i = 0; i < num_queries; i++) {

@@ -21,8 +21,8 @@ inline Codes one_bit(const uint8_t* plane) {
     return move_bits<S, TO, 1>(load_codes(plane));
 }
 
-// Views with CODES multiply unsigned codes of BITS bits, of which step S = 0..7 holds 4 columns: value = scale(h) * code
-// + minimum(h) in half h of the group; HALVES says whether the halves differ.
+// Views with CODES multiply unsigned codes of BITS bits, step S = 0..7 of 4 columns each: value = scale(h) * code +
+// minimum(h) in half h of the group; HALVES says whether the halves differ.
 enum class ViewKind { CODES, BYTES, DENSE };
 
 template <class TileType, int groups, int bits, bool halves>
