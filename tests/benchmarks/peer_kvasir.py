@@ -75,6 +75,8 @@ def measure(model: Path, threads: int, work: Workload) -> dict[str, float]:
         figures[f"decode_{sequences}_tok_s"] = made / (time.perf_counter() - begin)
         cancel_all(request_ids)
 
+    figures["verify_steps"] = _verify_steps(engine, work)
+
     others = [add(ids) for ids in work.starts[:7]]
     engine.step()
     begin = time.perf_counter()
@@ -84,6 +86,26 @@ def measure(model: Path, threads: int, work: Workload) -> dict[str, float]:
     cancel_all([*others, late])
     figures["peak_memory"] = float(peak_memory())
     return figures
+
+
+def _verify_steps(engine, work: Workload) -> float:
+    """The native steps alone, after half the prompt; what they leave in the KV cache belongs to no request."""
+    from kernels.cpu.program import StepBatch
+
+    program, begin = engine._runner.decoder.program, len(work.prompt) // 2
+    blocks = list(range(len(work.prompt) // 16))
+
+    def step(num_rows: int) -> float:
+        positions = list(range(begin, begin + num_rows))
+        token_ids = work.prompt[begin : begin + num_rows]
+        batch = StepBatch(
+            token_ids, positions, positions, [0, num_rows], [begin + num_rows], [blocks], list(range(num_rows))
+        )
+        start = time.perf_counter()
+        program.run(batch)
+        return time.perf_counter() - start
+
+    return work.ratio_of_steps(step)
 
 
 def logits(model: Path, threads: int, token_ids: list[int]) -> np.ndarray:

@@ -49,6 +49,10 @@ class LlamaCpp:
     def forget(self) -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
 
+    def forget_from(self, position: int) -> None:
+        """Of sequence 0."""
+        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self.context), 0, position, -1)
+
 
 @llama_cpp.llama_log_callback
 def _quiet(level: int, text: bytes, user_data: object) -> None:
@@ -87,6 +91,20 @@ def measure(model: Path, threads: int, work: Workload) -> dict[str, float]:
             llama.decode([(token, position + step, s, True) for s, token in enumerate(current)])
             current = [int(llama.logits(s).argmax()) for s in range(sequences)]
         figures[f"decode_{sequences}_tok_s"] = sequences * work.decode_tokens / (time.perf_counter() - begin)
+
+    llama.forget()
+    middle = len(work.prompt) // 2
+    llama.decode([(token, i, 0, False) for i, token in enumerate(work.prompt[:middle])])
+
+    def step(num_rows: int) -> float:
+        begin = time.perf_counter()
+        llama.decode([(token, middle + i, 0, True) for i, token in enumerate(work.prompt[middle : middle + num_rows])])
+        llama.logits(num_rows - 1)  # which waits for it
+        elapsed = time.perf_counter() - begin
+        llama.forget_from(middle)
+        return elapsed
+
+    figures["verify_steps"] = work.ratio_of_steps(step)
 
     llama.forget()
     others = work.starts[:7]

@@ -29,6 +29,7 @@ ROWS = {
     "decode_4_tok_s": ("decode, four chats", "tok/s", 1.0),
     "decode_8_tok_s": ("decode, eight chats", "tok/s", 1.0),
     "load_to_first_token_s": ("load to first token", "s", 1.0),
+    "verify_steps": ("verifying 4 drafts", "steps", 1.0),
     "busy_ttft_s": ("TTFT of 512 tokens beside 7 decodes", "s", 1.0),
     "peak_memory": ("peak memory", "MiB", 2.0**20),
     "import_memory": ("of it after imports", "MiB", 2.0**20),

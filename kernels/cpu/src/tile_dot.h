@@ -161,39 +161,45 @@ KV_INLINE void group_dot(const TwoTiles<View>& tiles, int blocks, bool from_memo
     }
 }
 
+// Even and odd columns are summed apart, so that few rows too have sums enough to hide how long each takes; both at once
+// where the registers hold them all, else those of one parity after the other's.
 template <int R, class View>
-inline void dense_dot(const TwoTiles<View>& tiles, int blocks, bool from_memory, const KvActivationBuffer& x, int first,
-                     F8 (&acc)[2][R]) {
+KV_INLINE void dense_dot(const TwoTiles<View>& tiles, int blocks, bool from_memory, const KvActivationBuffer& x,
+                         int first, F8 (&out)[2][R]) {
+    constexpr int at_once = 4 * R <= MOST_SUMS ? 2 : 1;
     const float* v[R];
-    F8 odd[2][R];
+    F8 sums[2][2][R];  // of each parity and tile
+    KV_UNROLL
     for (int r = 0; r < R; r++) {
         v[r] = (const float*)x.values + int64_t(first + r) * x.columns;
-        for (int t = 0; t < 2; t++) acc[t][r] = odd[t][r] = F8::zero();
+        KV_UNROLL
+        for (int i = 0; i < 4; i++) sums[i / 2][i % 2][r] = F8::zero();
     }
     for (int g = 0; g < blocks; g++) {
         if (from_memory)
             for (const auto* tile : tiles) prefetch_tile(tile + g);
         const View views[2] = {{tiles[0][g], 0}, {tiles[1][g], 0}};
-        for (int c = 0; c < KV_GROUP; c += 2) {
-            F8 even_column[2], odd_column[2];
-            KV_UNROLL
-            for (int t = 0; t < 2; t++) {
-                even_column[t] = F8::load(views[t].column(c));
-                odd_column[t] = F8::load(views[t].column(c + 1));
-            }
-            KV_UNROLL
-            for (int r = 0; r < R; r++) {
-                const F8 even_x = F8::set1(v[r][KV_GROUP * g + c]), odd_x = F8::set1(v[r][KV_GROUP * g + c + 1]);
+        KV_UNROLL
+        for (int parity = 0; parity < 2; parity += at_once) {
+            F8 acc[at_once][2][R];
+            std::memcpy(acc, sums[parity], sizeof acc);
+            for (int c = parity; c < KV_GROUP; c += 2)
                 KV_UNROLL
-                for (int t = 0; t < 2; t++) {
-                    acc[t][r] = fma(even_column[t], even_x, acc[t][r]);
-                    odd[t][r] = fma(odd_column[t], odd_x, odd[t][r]);
+                for (int p = 0; p < at_once; p++) {
+                    const F8 w[2] = {F8::load(views[0].column(c + p)), F8::load(views[1].column(c + p))};
+                    KV_UNROLL
+                    for (int r = 0; r < R; r++) {
+                        const F8 value = F8::set1(v[r][KV_GROUP * g + c + p]);
+                        acc[p][0][r] = fma(w[0], value, acc[p][0][r]);
+                        acc[p][1][r] = fma(w[1], value, acc[p][1][r]);
+                    }
                 }
-            }
+            std::memcpy(sums[parity], acc, sizeof acc);
         }
     }
+    KV_UNROLL
     for (int r = 0; r < R; r++)
-        for (int t = 0; t < 2; t++) acc[t][r] = acc[t][r] + odd[t][r];
+        for (int t = 0; t < 2; t++) out[t][r] = sums[0][t][r] + sums[1][t][r];
 }
 
 // Writes the 8 outputs of two tiles for R activation rows, out[R * t + r]; kept out of line, so that each exists once.
