@@ -13,19 +13,21 @@ import psutil
 
 @dataclass(frozen=True)
 class Workload:
-    """Token ids to prefill, starts of sequences to decode from, and how far."""
+    """Token ids to prefill, starts of sequences to decode from, and how far; or only to load and make one token."""
 
     prompt: list[int]
     starts: list[list[int]]
     decode_tokens: int = 64
     concurrency: tuple[int, ...] = (1, 4, 8)
+    only_load: bool = False
 
     @classmethod
-    def from_text(cls, token_ids: list[int], prompt_tokens: int = 512) -> Workload:
+    def from_text(cls, token_ids: list[int], only_load: bool = False, prompt_tokens: int = 512) -> Workload:
         """Cuts one long text into a prompt and eight different starts of 32 tokens."""
         if len(token_ids) < prompt_tokens:
             raise ValueError(f"the text has {len(token_ids)} tokens, {prompt_tokens} are needed")
-        return cls(token_ids[:prompt_tokens], [token_ids[40 * i : 40 * i + 32] for i in range(8)])
+        starts = [token_ids[40 * i : 40 * i + 32] for i in range(8)]
+        return cls(token_ids[:prompt_tokens], starts, only_load=only_load)
 
     @staticmethod
     def ratio_of_steps(step: Callable[[int], float], drafts: int = 4, times: int = 60) -> float:

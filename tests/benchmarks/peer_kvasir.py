@@ -54,6 +54,8 @@ def measure(model: Path, threads: int, work: Workload) -> dict[str, float]:
     first = add(work.prompt[:1])
     run_until_first_token(first)
     figures = {"load_to_first_token_s": time.perf_counter() - start, "import_memory": float(import_memory)}
+    if work.only_load:
+        return figures
     cancel_all([first])
 
     def prefill() -> float:

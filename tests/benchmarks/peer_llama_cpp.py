@@ -67,6 +67,8 @@ def measure(model: Path, threads: int, work: Workload) -> dict[str, float]:
     llama.decode([(work.prompt[0], 0, 0, True)])
     int(llama.logits(0).argmax())
     figures = {"load_to_first_token_s": time.perf_counter() - start, "import_memory": float(before_load)}
+    if work.only_load:
+        return figures
 
     def prefill() -> float:
         llama.forget()

@@ -40,6 +40,8 @@ def measure(model: Path, threads: int, work: Workload) -> dict[str, float]:
 
     generate([work.prompt[:1]], 1)
     figures = {"load_to_first_token_s": time.perf_counter() - start, "import_memory": float(import_memory)}
+    if work.only_load:
+        return figures
     figures["prefill_tok_s"] = len(work.prompt) / min(generate([work.prompt], 1) for _ in range(2))
     for sequences in work.concurrency:
         starts = work.starts[:sequences]
