@@ -69,13 +69,17 @@ def measure(model: Path, threads: int, work: Workload) -> dict[str, float]:
     prefill()
     figures["prefill_tok_s"] = len(work.prompt) / min(prefill() for _ in range(2))
 
-    for sequences in work.concurrency:
+    def decode(sequences: int) -> float:
         request_ids = [add(ids) for ids in work.starts[:sequences]]
         engine.step()
         begin = time.perf_counter()
         made = sum(len(output.token_ids) for _ in range(work.decode_tokens) for output in engine.step())
-        figures[f"decode_{sequences}_tok_s"] = made / (time.perf_counter() - begin)
+        rate = made / (time.perf_counter() - begin)
         cancel_all(request_ids)
+        return rate
+
+    for sequences in work.concurrency:
+        figures[f"decode_{sequences}_tok_s"] = max(decode(sequences) for _ in range(2))
 
     figures["verify_steps"] = _verify_steps(engine, work)
 

@@ -45,7 +45,7 @@ def measure(model: Path, threads: int, work: Workload) -> dict[str, float]:
     figures["prefill_tok_s"] = len(work.prompt) / min(generate([work.prompt], 1) for _ in range(2))
     for sequences in work.concurrency:
         starts = work.starts[:sequences]
-        decode = generate(starts, work.decode_tokens + 1) - generate(starts, 1)
+        decode = min(generate(starts, work.decode_tokens + 1) - generate(starts, 1) for _ in range(2))
         figures[f"decode_{sequences}_tok_s"] = sequences * work.decode_tokens / decode
     figures["peak_memory"] = float(peak_memory())
     return figures
