@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from engine.loading.gguf_strings import cut_short_texts, cut_strings
+from engine.loading.gguf_strings import cut_short_pairs, cut_short_texts, cut_strings, skip_short
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,6 +79,8 @@ _STRING = 8
 _ARRAY = 9
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
+_MANY_STRINGS = 1000
+"""From here on it pays to look at many at once."""
 
 
 class GGUFError(ValueError):
@@ -154,6 +156,16 @@ class GGUFMetadata(Mapping[str, Any]):
         if isinstance(value, _Array):
             return value.length
         return len(value) if isinstance(value, list) else None
+
+    def word_pairs(self, key: str) -> list[tuple[str, str]] | None:
+        """An array of texts that are two words with a space between, as pairs. None for anything else."""
+        value = self._values.get(key)
+        if isinstance(value, _Array) and (pairs := self._file._decode_pairs(value)) is not None:
+            return pairs
+        texts = self.get(key)
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text.count(" ") == 1 for text in texts):
+            return None
+        return [(first, second) for first, second in (text.split(" ") for text in texts)]
 
 
 class GGUFFile:
@@ -307,6 +319,19 @@ class GGUFFile:
         return _Array(element_type, length, start, self._position - start)
 
     def _skip_strings(self, count: int, what: str) -> None:
+        # To import numpy for it would take ten times as long as the loop, as where models are only listed.
+        can_skip = count >= _MANY_STRINGS and "numpy" in sys.modules
+        position = skip_short(self._map, self._position, count) if can_skip else None
+        if position is None:
+            position = self._find_end_of_strings(count, what)
+        if position > self.size:
+            self._fail(f"{what} runs beyond the end of the file (truncated?)")
+        if position - self._position > MAX_STRINGS_BYTES:
+            nbytes = position - self._position
+            self._fail(f"{what} claims {nbytes} bytes (at most {MAX_STRINGS_BYTES} are plausible)")
+        self._position = position
+
+    def _find_end_of_strings(self, count: int, what: str) -> int:
         # This loop runs once for each vocabulary entry, hence the local names and the bare arithmetic.
         unpack, data, position, index = _U64.unpack_from, self._map, self._position, 0
         try:
@@ -314,12 +339,13 @@ class GGUFFile:
                 position += 8 + unpack(data, position)[0]
         except (struct.error, OverflowError):
             self._fail(f"element {index} of {what} lies beyond the end of the file (truncated?)")
-        if position > self.size:
-            self._fail(f"{what} runs beyond the end of the file (truncated?)")
-        if position - self._position > MAX_STRINGS_BYTES:
-            nbytes = position - self._position
-            self._fail(f"{what} claims {nbytes} bytes (at most {MAX_STRINGS_BYTES} are plausible)")
-        self._position = position
+        return position
+
+    def _decode_pairs(self, array: _Array) -> list[tuple[str, str]] | None:
+        """None for what `_decode_array` has to look at."""
+        if self._map.closed or array.element_type != _STRING:
+            return None
+        return cut_short_pairs(self._map[array.offset : array.offset + array.nbytes], array.length)
 
     def _decode_array(self, key: str, array: _Array) -> list[Any]:
         if self._map.closed:

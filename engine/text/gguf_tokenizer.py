@@ -6,7 +6,6 @@ named there. The rules are those of the original tokenizers.
 
 from __future__ import annotations
 
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +125,10 @@ class _GGUFTokenizerBuilder:
         return PRE_TOKENIZERS[name]
 
     def backend(self, ids: dict[str, int], types: list[int], rules: PreTokenizer) -> tokenizers.Tokenizer:
-        texts = self.list_of("merges", str)
-        if not {1}.issuperset(map(str.count, texts, repeat(" "))):
+        merges = self.metadata.word_pairs("tokenizer.ggml.merges")
+        if merges is None:
+            self.list_of("merges", str)  # says what is wrong with the list itself
             raise self.error("its merges are not pairs of tokens")
-        tokens = " ".join(texts).split(" ") if texts else []
-        merges = list(zip(tokens[::2], tokens[1::2]))
         try:
             model = BPE(vocab=ids, merges=merges, ignore_merges=rules.whole_words)  # pyright: ignore[reportArgumentType]
         except Exception as error:  # tokenizers raises bare Exceptions

@@ -116,16 +116,30 @@ def test_strings_with_zero_bytes_and_none_at_all_are_read_as_they_are(tmp_path: 
         ("like a length", [*words, "b\x05\0\0\0\0\0\0\0c", "end"]),
         ("a length within a length", ["a", "\0" + "x" * 260, "b"]),  # 261 and the zero: 5, then 1 in eight bytes
         ("all zeros", ["a", "\0" * 8, "\0" * 16, "b"]),
+        ("256 bytes", [*words, "x" * 256, *words]),
+        ("pairs", [f"{word} ü" for word in words]),
+        ("pairs of one word", [f"{word} " for word in words]),
+        ("pairs of 32 bytes", [f"{word:_>29} ü" for word in words]),  # whose length is a space
+        ("a pair of three", [*(f"{word} a" for word in words), "a b c"]),
+        ("three and none", [*(f"{word} a" for word in words), "ab", "a b c"]),
+        ("few pairs", ["a b", "c d"]),
     ):
         path = tmp_path / f"{name}.gguf"
         values = b"".join(struct.pack("<Q", len(text.encode())) + text.encode() for text in strings)
         path.write_bytes(
-            struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)
+            struct.pack("<4sIQQ", b"GGUF", 3, 0, 2)
             + entry("texts", 9, struct.pack("<IQ", 8, len(strings)) + values)
+            + entry("more", 9, struct.pack("<IQ", 8, 1) + string(b"more"))
             + bytes(64)
         )
+        pairs = [tuple(text.split(" ")) for text in strings]
+        expected = pairs if all(len(pair) == 2 for pair in pairs) else None
         with GGUFFile(path) as file:
+            assert file.metadata["more"] == ["more"]
+            assert file.metadata.word_pairs("texts") == expected, name
             assert file.metadata["texts"] == strings
+            assert file.metadata.word_pairs("texts") == expected
+            assert file.metadata.word_pairs("nothing") is None
 
 
 def test_reading_gguf_loads_neither_torch_nor_numpy() -> None:
