@@ -85,7 +85,7 @@ def load(
         return _load_on(config, path, file, tokenizer, device, started, on_progress, cancelled)
 
 
-_HEAD_START = 0.03
+_HEAD_START = 0.05
 """Seconds in which most of a small model's weights are found, so that native threads have something to pack."""
 
 

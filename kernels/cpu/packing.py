@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
-import threading
-import weakref
 from dataclasses import dataclass
 
 import torch
 
+from kernels.cpu.arena import Arena
 from kernels.cpu.library import (
     GROUP,
     ActivationKind,
@@ -80,40 +78,8 @@ class PackedWeight:
         return out
 
 
-_HUGE_PAGE = 2 << 20
-_ARENA_BYTES = 32 << 20
 _BYTES_AT_ONCE = 128 << 20
-
-
-class _Arena:
-    """Memory shared by many matrices, most of which are smaller than a huge page.
-
-    Only the matrices keep an arena's pages alive: they go with the last of them.
-    """
-
-    def __init__(self) -> None:
-        self._pages: weakref.ref[mmap.mmap] | None = None
-        self._used = 0
-        self._lock = threading.Lock()
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Zeroed bytes, 64-byte aligned; on Linux on huge pages, from which weights stream faster."""
-        if not hasattr(mmap, "MADV_HUGEPAGE"):
-            return torch.zeros(nbytes, dtype=torch.uint8)
-        with self._lock:
-            pages = self._pages() if self._pages else None
-            if pages is None or self._used + nbytes > len(pages):
-                size = max(_ARENA_BYTES, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE)
-                # Private: pages shared between processes, mmap's default, are never huge.
-                pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                pages.madvise(mmap.MADV_HUGEPAGE)
-                self._pages, self._used = weakref.ref(pages), 0
-            data = torch.frombuffer(pages, dtype=torch.uint8, offset=self._used, count=nbytes)
-            self._used += -(-nbytes // 64) * 64
-        return data
-
-
-_arena = _Arena()
+_arena = Arena()
 
 
 def can_pack(columns: int) -> bool:
