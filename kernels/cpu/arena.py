@@ -93,14 +93,15 @@ class Arena:
 
 
 def _make_huge(pages: weakref.ref[mmap.mmap]) -> None:
-    """Moves what lies on ordinary pages to huge ones, piece by piece: whoever drops it meanwhile hardly waits."""
+    """Moves what lies on ordinary pages to huge ones, piece by piece, as long as somebody else keeps it."""
     libc, first = ctypes.CDLL(None, use_errno=True), 0
     while (held := pages()) is not None and first < len(held):
         if first == 0:
             # Alone, where the system lacks the other: it does the same in the background, in minutes.
             held.madvise(mmap.MADV_HUGEPAGE)
-        data = torch.frombuffer(held, dtype=torch.uint8)
-        # Through ctypes, since `mmap.madvise` lets no other Python run. A refusal leaves the piece as it was.
-        libc.madvise(ctypes.c_void_p(data.data_ptr() + first), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE)
+        address = torch.frombuffer(held, dtype=torch.uint8).data_ptr() + first
+        del held  # or whoever drops them would have to wait for their memory
+        # Through ctypes, since `mmap.madvise` lets no other Python run. A refusal leaves the piece as it was, and what
+        # may lie there meanwhile is no worse on a huge page.
+        libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE)
         first += _HUGE_PAGE
-        del held, data
