@@ -31,7 +31,7 @@ GNU_FLAGS = [
     "-Wextra",
 ]
 # Compiled once, for any processor.
-COMMON = ("program.cpp", "check.cpp", "sampling.cpp", "pack.cpp", "threads.cpp")
+COMMON = ("program.cpp", "check.cpp", "sampling.cpp", "steps.cpp", "pack.cpp", "threads.cpp")
 # Without vector registers the rest of -O3 only takes the compiler twice as long.
 PORTABLE = ["-O2", "-fvect-cost-model=dynamic", "-fpeel-loops"]
 MSVC_FLAGS = ["/O2", "/std:c++20", "/EHsc", "/fp:precise"]

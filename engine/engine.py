@@ -20,13 +20,15 @@ from engine.failures import is_out_of_memory
 from engine.metrics import Metrics, collect_telemetry, request_metrics
 from engine.models import release_memory
 from engine.owners import OwnerSlots
+from engine.pace import DecodePace
 from engine.parameters import SamplingParams
 from engine.protocol import EngineConfig, MemoryBreakdown, StepEntry, Telemetry
 from engine.request import Request
-from engine.runner import Runner, teacher_forced
-from engine.sampling.batch import forget_settings
+from engine.runner import NativeRunner, Runner, teacher_forced
+from engine.sampling.batch import forget_settings, make_steps
 from engine.sampling.counts import CountTables
 from engine.sampling.rows import SamplingRow
+from engine.sampling.steps import DrawnSteps
 from engine.sampling.verify import Drafts, Verification, Verified, verify
 from engine.scheduler import ScheduledRequest, Scheduler, StepPlan
 from engine.speculation.base import Drafter
@@ -54,7 +56,7 @@ class _QueuedStep:
     entries: list[StepEntry]
     start: float
     planned: float
-    sampled: Verification
+    sampled: Verification | DrawnSteps
 
     @property
     def is_wanted(self) -> bool:
@@ -98,6 +100,7 @@ class Engine:
         """Whether steps are queued ahead; where the host computes them itself, there is nothing to wait for."""
         self._ahead: _QueuedStep | None = None
         self._last_end = 0.0
+        self._pace = DecodePace()
         self.speculation = self._make_speculation(parts)
 
     def _make_speculation(self, parts: EngineParts) -> Speculation | None:
@@ -208,7 +211,7 @@ class Engine:
     # ------------------------------------------------------------ one step
 
     def step(self) -> list[RequestOutput]:
-        """Computes one step for all requests together and returns what is new about them.
+        """Computes one step for all requests together, or several of a small model, and returns what is new about them.
 
         Where the device computes on its own, the next step is queued behind this one before the host waits for
         its tokens. What goes wrong inside fails the requests of this step; the engine stays usable.
@@ -228,7 +231,7 @@ class Engine:
         start = time.monotonic()
         if self.speculation is not None:
             self.speculation.propose(self.scheduler)
-        plan = self.scheduler.schedule()
+        plan = self._prolonged(runner, self.scheduler.schedule())
         planned = time.monotonic()
         entries = [_step_entry(entry) for entry in plan.scheduled]
         for entry in plan.scheduled:
@@ -250,6 +253,16 @@ class Engine:
             self._fail(plan, message)
         self.metrics.step_done(start, time.monotonic(), entries, len(plan.preempted))
         return None
+
+    def _prolonged(self, runner: Runner, plan: StepPlan) -> StepPlan:
+        """The plan, or several steps of it in a row where those need nothing but noise from the host."""
+        num_steps = self._pace.num_steps
+        if num_steps == 1 or self.speculation is not None or not isinstance(runner, NativeRunner):
+            return plan
+        samplings = [self._answers[entry.request.request_id].sampling for entry in plan.scheduled]
+        if not runner.decodes_alone(len(samplings)) or not all(each.needs_only_noise for each in samplings):
+            return plan
+        return self.scheduler.prolong(plan, num_steps)
 
     def _begin_ahead(self, runner: Runner, queued: _QueuedStep) -> _QueuedStep | None:
         """Queues the step after one whose tokens are not known yet, where that is all there is to do."""
@@ -275,8 +288,8 @@ class Engine:
         try:
             verified = queued.sampled.result()
             seconds = time.monotonic() - queued.planned
-            accepted = self._take_in(plan, verified)
-            entries = [replace(entry, accepted_tokens=count) for entry, count in zip(entries, accepted)]
+            followed = self._take_in(plan, verified)
+            entries = [_step_entry_done(entry, plan.num_steps, count) for entry, count in zip(entries, followed)]
             if self.speculation is not None:
                 self.speculation.observe(plan.scheduled, entries, seconds)
         except Exception as error:
@@ -286,13 +299,21 @@ class Engine:
         # A step that was queued behind another begins where that one ended.
         start, end = max(queued.start, self._last_end), time.monotonic()
         self._last_end = end
+        self._pace.observe(entries, plan.num_steps, end - start)
         self.metrics.step_done(start, end, entries, len(plan.preempted))
 
-    def _execute(self, runner: Runner, plan: StepPlan, token_ids: torch.Tensor | None = None) -> Verification:
+    def _execute(
+        self, runner: Runner, plan: StepPlan, token_ids: torch.Tensor | None = None
+    ) -> Verification | DrawnSteps:
         """Queues a step; its result will be that of the entries that sample, in their order.
 
         token_ids int64 [num_rows]: what the step before chose, for a plan made ahead.
         """
+        if plan.num_steps > 1:
+            assert isinstance(runner, NativeRunner), "only these compute several steps"
+            own = [self._answers[entry.request.request_id].sampling.row() for entry in plan.scheduled]
+            batch = make_steps(own, plan.num_steps, torch.device("cpu"))
+            return DrawnSteps(*runner.decode(plan, batch, self._vocab_size), len(own))
         logits = runner.execute(plan, token_ids=token_ids)
         rows: list[SamplingRow] = []
         drafts: list[Drafts] = []
@@ -313,7 +334,7 @@ class Engine:
         return verify(logits, rows, drafts, self._vocab_size, token_ids, sources)
 
     def _take_in(self, plan: StepPlan, verified: list[Verified]) -> list[int]:
-        """Returns how many drafts of each entry became part of its answer."""
+        """Returns how many tokens of each entry became part of its answer and were followed by another one."""
         now = time.monotonic()
         results = iter(verified)
         parts: list[AnswerPart | None] = []
@@ -457,3 +478,10 @@ def _step_entry(entry: ScheduledRequest) -> StepEntry:
         num_known if decodes else 0,
         entry.num_drafts,
     )
+
+
+def _step_entry_done(entry: StepEntry, num_steps: int, num_followed: int) -> StepEntry:
+    """A request's share of what was computed; so many of its new tokens were followed by another one."""
+    if num_steps > 1:
+        return replace(entry, decode_tokens=1 + num_followed)
+    return replace(entry, accepted_tokens=num_followed)

@@ -19,10 +19,12 @@ from engine.answer import RequestOutput
 from engine.engine import Engine
 from engine.models.native_decoder import NativeDecoder
 from engine.outbox import Outbox
+from engine.pace import MOST_STEPS
 from engine.protocol import Delta, ModelInfo, SamplingParams
 from engine.runner import ModelRunner, NativeRunner, Runner
 from engine.stopwatch import Stopwatch, replaced_methods
 from engine.worker import MEMORY_SECONDS, TELEMETRY_SECONDS, measure_memory
+from kernels.cpu.library import Sampling
 from kernels.cpu.program import StepBatch
 
 DECODE_ROUNDS = 4
@@ -34,6 +36,7 @@ KERNELS = "native kernels"
 HEAD = "logits head"
 MODEL = "model, as a whole"
 BATCH = "building the batch"
+SAMPLING = "sampling"
 REST = "rest of the step"
 _PARTS = (
     KERNELS,
@@ -42,7 +45,7 @@ _PARTS = (
     "drafting",
     "scheduling",
     BATCH,
-    "sampling",
+    SAMPLING,
     "detokenising and bookkeeping",
     "sending",
     "telemetry",
@@ -106,7 +109,8 @@ class Profiler:
             measured.plain_seconds += self._prefill_once(input_tokens)
             with self._watched(measured):
                 self._prefill_once(input_tokens, measured.watch)
-        return measured.breakdown(1, input_tokens, rounds)
+        measured.plain_runs = measured.profiled_runs = rounds
+        return measured.breakdown(1, input_tokens)
 
     def decode(
         self, concurrency: int, input_tokens: int, rounds: int = DECODE_ROUNDS, steps: int = STEPS_PER_ROUND
@@ -115,7 +119,7 @@ class Profiler:
         engine = self.engine
         # The first decode already while the last are being read.
         reading = concurrency * (1 + input_tokens // max(1, engine.scheduler.max_batched_tokens - concurrency))
-        num_steps = reading + WARM_UP_STEPS + 2 * rounds * steps
+        num_steps = reading + WARM_UP_STEPS + 2 * rounds * steps + MOST_STEPS
         num_drafts = engine.speculation.num_draft_tokens if engine.speculation is not None else 0
         output_tokens = num_steps * (1 + num_drafts) + 1
         self._check_room(concurrency, input_tokens + output_tokens)
@@ -123,22 +127,23 @@ class Profiler:
             self._add(input_tokens, output_tokens)
         while engine.scheduler.waiting or any(not request.num_output_tokens for request in engine.scheduler.running):
             self._step()
-        for _ in range(WARM_UP_STEPS):
-            self._step()
-        measured = _Measured()
+        measured, wanted = _Measured(), WARM_UP_STEPS
+        done = _run(wanted, self._step)
         for _ in range(rounds):
+            # Steps in a row may have been more than were wanted, which the next time makes up for.
+            wanted += steps
             start = time.perf_counter()
-            for _ in range(steps):
-                self._step()
+            measured.plain_runs += (made := _run(wanted - done, self._step))
             measured.plain_seconds += time.perf_counter() - start
+            wanted, done = wanted + steps, done + made
             with self._watched(measured):
-                for _ in range(steps):
-                    self._watched_step(measured.watch)
+                measured.profiled_runs += (made := _run(wanted - done, lambda: self._watched_step(measured.watch)))
+            done += made
         assert len(engine.scheduler.running) == concurrency, "every sequence has to decode to the end"
         for request in list(engine.scheduler.running):
             engine.cancel(request.request_id)
         self._step()
-        return measured.breakdown(concurrency, concurrency, rounds * steps)
+        return measured.breakdown(concurrency, concurrency)
 
     # ------------------------------------------------------------ requests and steps
 
@@ -173,14 +178,17 @@ class Profiler:
                 self._watched_step(watch)
         return time.perf_counter() - start
 
-    def _watched_step(self, watch: Stopwatch) -> None:
-        watch.timed(REST, self._step)()
+    def _watched_step(self, watch: Stopwatch) -> int:
+        return watch.timed(REST, self._step)()
 
-    def _step(self) -> None:
-        """What the worker does for one step."""
+    def _step(self) -> int:
+        """What the worker does for one step, or several in a row. Returns how many these were."""
         outputs = self.engine.step()
         self._send(outputs)
         self._send_telemetry()
+        if self.engine.speculation is not None:
+            return 1
+        return max((len(output.token_ids) for output in outputs), default=1)
 
     def _send(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -202,7 +210,7 @@ class Profiler:
         assert engine._runner is not None
         replacements = [
             (engine.scheduler, "schedule", timed("scheduling", engine.scheduler.schedule)),
-            (engine, "_execute", timed("sampling", engine._execute)),
+            (engine, "_execute", timed(SAMPLING, engine._execute)),
             (engine, "_take_in", timed("detokenising and bookkeeping", engine._take_in)),
             (self, "_send", timed("sending", self._send)),
             (self, "_send_telemetry", timed("telemetry", self._send_telemetry)),
@@ -216,11 +224,20 @@ class Profiler:
         return replaced_methods(*replacements)
 
 
+def _run(num_steps: int, step: Callable[[], int]) -> int:
+    """At least so many steps, of which the engine may compute several in a row. Returns how many there were."""
+    done = 0
+    while done < num_steps:
+        done += step()
+    return done
+
+
 class _Measured:
     """What a measurement adds up. Native operations are booked at the end: that costs more than measuring them."""
 
     def __init__(self) -> None:
         self.plain_seconds = 0.0
+        self.plain_runs = self.profiled_runs = 0
         self.watch = Stopwatch()
         self._operations: list[tuple[NativeDecoder, int, torch.Tensor]] = []
 
@@ -230,8 +247,19 @@ class _Measured:
 
         return run
 
-    def breakdown(self, sequences: int, tokens: int, runs: int) -> Breakdown:
-        """The average of that many runs."""
+    def timed_steps(self, decoder: NativeDecoder) -> Callable[..., None]:
+        run_plainly = decoder.program.run_steps
+
+        def run_steps(batch: StepBatch, sampling: Sampling, num_steps: int, block_size: int) -> None:
+            nanoseconds = torch.zeros(len(decoder.program.ops) + 1, dtype=torch.int64)
+            run_plainly(batch, sampling, num_steps, block_size, nanoseconds)
+            self._operations.append((decoder, 0, nanoseconds[:-1]))
+            self.watch.move(BATCH, SAMPLING, float(nanoseconds[-1]) * 1e-9)
+
+        return run_steps
+
+    def breakdown(self, sequences: int, tokens: int) -> Breakdown:
+        """The average of the runs, which are steps or prefills."""
         kinds: defaultdict[str, float] = defaultdict(float)
         for decoder, first, nanoseconds in self._operations:
             num_layer_ops = max(0, decoder.first_of_head - first)
@@ -241,7 +269,7 @@ class _Measured:
             for kind, seconds in by_kind.items():
                 kinds[kind] += seconds
         total, booked = self.watch.total, self.watch.seconds
-        per_run = 1e3 / runs
+        per_run = 1e3 / self.profiled_runs
         parts = [
             Part(
                 name=name,
@@ -256,8 +284,8 @@ class _Measured:
         return Breakdown(
             sequences=sequences,
             tokens=tokens,
-            runs=runs,
-            plain_ms=self.plain_seconds * per_run,
+            runs=self.profiled_runs,
+            plain_ms=self.plain_seconds * 1e3 / self.plain_runs,
             profiled_ms=total * per_run,
             parts=parts,
             outside_native=1 - native if native and MODEL not in booked else None,
@@ -267,7 +295,12 @@ class _Measured:
 def _watched_model(runner: Runner, measured: _Measured) -> list[tuple[object, str, Callable[..., Any]]]:
     """Times the operations of a native step one by one, and any other model as a whole."""
     if isinstance(runner, NativeRunner):
-        return [(runner.decoder.program, "run", measured.timed_program(runner.decoder))]
+        program = runner.decoder.program
+        return [
+            (program, "run", measured.timed_program(runner.decoder)),
+            (program, "run_steps", measured.timed_steps(runner.decoder)),
+            (runner, "decode", measured.watch.timed(BATCH, runner.decode)),
+        ]
     assert isinstance(runner, ModelRunner)
     is_cuda = runner.loaded.device.type == "cuda"
     compute = runner.compute

@@ -334,7 +334,7 @@ class BlockMapUpdate(Struct, frozen=True):
 
 
 class StepEntry(Struct, array_like=True, frozen=True):
-    """One request's share of a step, in tokens."""
+    """One request's share of a step, in tokens. Several `decode_tokens` are those of as many steps in a row."""
 
     request_id: str
     owner_slot: int
@@ -345,7 +345,7 @@ class StepEntry(Struct, array_like=True, frozen=True):
 
 
 class StepRecord(Struct, array_like=True, frozen=True):
-    """One engine step. `start` and `end` are seconds on the worker's monotonic clock."""
+    """One engine step, or several in a row. `start` and `end` are seconds on the worker's monotonic clock."""
 
     index: int
     start: float

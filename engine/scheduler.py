@@ -43,10 +43,15 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes, decodes first, and which requests lost their blocks to make room."""
+    """What one step computes, decodes first, and which requests lost their blocks to make room.
+
+    With `num_steps` > 1 it is that many steps in a row, each of which computes the token that every entry, which has
+    one row, got from the one before.
+    """
 
     scheduled: list[ScheduledRequest]
     preempted: list[Request]
+    num_steps: int = 1
 
 
 def check_budget(max_batched_tokens: int, max_num_seqs: int) -> None:
@@ -178,6 +183,30 @@ class Scheduler:
             self._admit(chosen, budget)
         return StepPlan(list(chosen.values()), preempted)
 
+    def prolong(self, plan: StepPlan, num_steps: int) -> StepPlan:
+        """As many steps in a row as can be, up to `num_steps`, where `plan` computes only everybody's latest token.
+
+        No answer may reach its limit before the last of them, nobody is preempted, and nobody who waits has to wait
+        longer.
+        """
+        entries = plan.scheduled
+        if self.waiting or any(e.num_new_tokens != 1 or not e.samples or e.source_row is not None for e in entries):
+            return plan
+        requests = [entry.request for entry in entries]
+        num_steps = min([num_steps, *(r.max_tokens - r.num_output_tokens for r in requests)])
+        while num_steps > 1 and not self._has_room_for(requests, num_steps - 1):
+            num_steps -= 1
+        for request in requests if num_steps > 1 else ():
+            grown = self._grow(request, request.num_tokens + num_steps - 1)
+            assert grown, "room was checked"
+        return StepPlan(entries, plan.preempted, max(1, num_steps))
+
+    def _has_room_for(self, requests: list[Request], num_more_tokens: int) -> bool:
+        """Whether each of them can get so many tokens more, and what it has computed stays what it is."""
+        unchanged = all(self._floor(r, num_more_tokens) == r.length_floor for r in requests)
+        needed = (self.pool.blocks_for(r.num_tokens + num_more_tokens) - len(r.block_table) for r in requests)
+        return unchanged and sum(max(0, missing) for missing in needed) <= self.pool.num_free
+
     def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
         """Plans the step after `plan`, which is not committed yet: every answer goes on from the token it will get.
 
@@ -189,8 +218,7 @@ class Scheduler:
         if any(entry.num_drafts for entry in plan.scheduled) or any(r not in rows for r in self.running):
             return None
         going_on = [r for r in self.running if r.num_output_tokens + 1 < r.max_tokens]
-        missing = sum(max(0, self.pool.blocks_for(r.num_tokens + 1) - len(r.block_table)) for r in going_on)
-        if missing > self.pool.num_free or any(self._floor(r, 1) != r.length_floor for r in going_on):
+        if not self._has_room_for(going_on, 1):
             return None
         if not going_on or self._admissible() is not None:
             return None
@@ -361,7 +389,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, new_token_ids: Sequence[Sequence[int]]) -> None:
         """Takes in what a step produced: one sequence of tokens for each entry of `plan.scheduled`, empty
-        where it did not sample. All but the last token of a sequence are accepted drafts of the entry.
+        where it did not sample. All but the last token of a sequence are accepted drafts of the entry, or what the
+        first of several steps drew.
 
         Counters move, full blocks become findable, and requests that reached an end finish and give
         their blocks back; blocks that only rejected drafts needed are given back too. Entries whose
@@ -379,11 +408,13 @@ class Scheduler:
                 end = self._end(request, token_id)
                 if end is not None:
                     break
-            num_accepted = min(num_drafts, max(0, num_taken - 1))
+            # All but the last one taken are computed.
+            num_followed = max(0, num_taken - 1)
+            num_accepted = min(num_drafts, num_followed)
             request.num_drafted_tokens += num_drafts
             request.num_accepted_tokens += num_accepted
             request.draft_token_ids.clear()
-            request.num_computed_tokens = entry.start + entry.num_new_tokens - num_drafts + num_accepted
+            request.num_computed_tokens = entry.start + entry.num_new_tokens - num_drafts + num_followed
             self.pool.register(request, first_block, request.num_computed_tokens // self.pool.block_size)
             if end is not None:
                 self.finish(request, *end)
@@ -391,7 +422,7 @@ class Scheduler:
             self._return_unneeded(request)
 
     def _return_unneeded(self, request: Request) -> None:
-        """Gives the blocks back that only drafts needed."""
+        """Gives the blocks back that only drafts, or tokens after an end, needed."""
         unneeded = request.block_table[self.pool.blocks_for(request.num_tokens) :]
         if unneeded:
             self.pool.release(unneeded, request.owner_slot)

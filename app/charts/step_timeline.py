@@ -157,7 +157,8 @@ class StepTimeline(QWidget):
             if entry.prefill_tokens:
                 shares.append(f"{plural(entry.prefill_tokens, 'prompt token')}")
             if entry.decode_tokens:
-                shares.append(f"{plural(entry.decode_tokens, 'new token')}")
+                in_a_row = " in a row" if entry.decode_tokens > 1 else ""
+                shares.append(f"{plural(entry.decode_tokens, 'new token')}{in_a_row}")
             if entry.draft_tokens:
                 shares.append(f"{entry.accepted_tokens} of {plural(entry.draft_tokens, 'draft')} accepted")
             lines.append(f"{title}: {', '.join(shares)}")

@@ -19,6 +19,8 @@ from engine.quantization.native import NativeWeight
 from kernels.cpu.library import AttentionSpec, CacheKind, Epilogue, WeightFormat
 from kernels.cpu.packing import PackedWeight, can_pack, pack
 from kernels.cpu.program import Activation, ExpertRouting, Program, StepBatch
+from kernels.cpu.sampling import describe
+from kernels.sampling import SamplingBatch
 
 MAX_HIDDEN_SIZE = 16384
 HEAD_ROWS = 32
@@ -126,6 +128,25 @@ class NativeDecoder:
             self.program.run(StepBatch.selecting(chunk), self.first_of_head)
             logits[first : first + len(chunk)] = self._logits[: len(chunk)]
         return logits
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host has to prepare something for each step."""
+        return bool(self._angles)
+
+    def decode(
+        self, batch: StepBatch, sampling: SamplingBatch, vocab_size: int, num_steps: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decodes that many tokens of each sequence, one after another, with one row of each, which is selected.
+
+        `sampling` is for all steps, as `kernels.cpu.sampling.describe` takes it; ids from `vocab_size` on are never
+        drawn. Returns token ids and whether their logits were healthy, [num_steps * num_rows], step by step.
+        """
+        assert not self.needs_host
+        logits = self._first_logits[batch.num_selected][:, :vocab_size]
+        described, token_ids, healthy = describe(logits, sampling, num_steps)
+        self.program.run_steps(batch, described, num_steps, self._kv_cache.block_size)
+        return token_ids, healthy
 
     def _fill_angles(self, batch: StepBatch, rope_lengths: torch.Tensor | None) -> None:
         positions = torch.tensor(batch.positions)

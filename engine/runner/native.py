@@ -11,6 +11,7 @@ from engine.models.native_decoder import HEAD_ROWS, NativeDecoder
 from engine.runner.rows import StepRows
 from engine.scheduler import StepPlan
 from kernels.cpu.program import StepBatch
+from kernels.sampling import SamplingBatch
 
 
 class NativeRunner:
@@ -41,6 +42,15 @@ class NativeRunner:
             return torch.empty(0, self.loaded.config.vocab_size)
         return self.decoder.logits(self._batch(rows, token_ids), rows.wanted_rows, self._rope_lengths(rows))
 
+    def decodes_alone(self, num_rows: int) -> bool:
+        """Whether several steps of so many rows can be computed without the host in between."""
+        return num_rows <= HEAD_ROWS and not self.decoder.needs_host
+
+    def decode(self, plan: StepPlan, sampling: SamplingBatch, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes `plan.num_steps` steps of one token for each entry, see `NativeDecoder.decode`."""
+        rows = StepRows(plan, False, self.max_batched_tokens)
+        return self.decoder.decode(self._batch(rows, None, plan.num_steps), sampling, vocab_size, plan.num_steps)
+
     def _rope_lengths(self, rows: StepRows) -> torch.Tensor | None:
         if not self.loaded.config.depends_on_length:
             return None
@@ -49,17 +59,17 @@ class NativeRunner:
             lengths.extend(max(entry.start + row + 1, floor) for row in range(entry.num_new_tokens))
         return torch.tensor(lengths)
 
-    def _batch(self, rows: StepRows, token_ids: torch.Tensor | None) -> StepBatch:
-        """Raises ValueError where a request has more tokens than its blocks hold."""
+    def _batch(self, rows: StepRows, token_ids: torch.Tensor | None, num_steps: int = 1) -> StepBatch:
+        """Raises ValueError where a request has more tokens than its blocks hold, those of later steps among them."""
         entries, block_size = rows.entries, self.kv_cache.block_size
         ends = [entry.start + entry.num_new_tokens for entry in entries]
-        width = -(-max(ends) // block_size)
+        width = -(-(max(ends) + num_steps - 1) // block_size)
         first_rows, slots, tables = [0], [], []
         for entry, end in zip(entries, ends):
             blocks = entry.request.block_table
-            used = -(-end // block_size)
+            used = -(-(end + num_steps - 1) // block_size)
             if used > len(blocks):
-                raise ValueError(f"{end} tokens need {used} blocks of {block_size}, got {len(blocks)}")
+                raise ValueError(f"{end + num_steps - 1} tokens need {used} blocks of {block_size}, got {len(blocks)}")
             tables.append(blocks[:used] + [0] * (width - used))
             slots += [blocks[at // block_size] * block_size + at % block_size for at in range(entry.start, end)]
             first_rows.append(len(slots))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -61,6 +61,20 @@ def make_batch(logits: torch.Tensor, rows: Sequence[SamplingRow], streams: Seque
             sent["delta_output"],
         ),
     )
+
+
+def make_steps(rows: Sequence[SamplingRow], num_steps: int, device: torch.device) -> SamplingBatch:
+    """What samples so many tokens of each row one after another, rows that need only noise.
+
+    Its uniforms are [num_steps * num_rows], step by step.
+    """
+    batch = _settings(tuple([row.settings for row in rows]), device).batch
+    if batch.all_greedy:
+        drawn = np.zeros(num_steps * len(rows))
+    else:
+        later = [replace(row, position=row.position + step) for step in range(num_steps) for row in rows]
+        drawn = noise(later, [Stream.DRAW] * len(later))
+    return replace(batch, uniforms=upload({"uniforms": drawn}, device)["uniforms"])
 
 
 def noise(rows: Sequence[SamplingRow], streams: Sequence[Stream]) -> np.ndarray:

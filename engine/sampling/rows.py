@@ -90,6 +90,13 @@ class RequestSampling:
         self._text = CountedText(request, tables) if uses_penalties(request.params) else None
         self._ending_token_ids = tuple(request.end_token_ids | set(request.params.stop_token_ids))
 
+    @property
+    def needs_only_noise(self) -> bool:
+        """Whether the next rows differ in their noise alone, and nobody wants to know more than their tokens."""
+        params = self._request.params
+        may_end = self._request.num_output_tokens >= params.min_tokens
+        return self._text is None and may_end and not params.logit_bias and params.logprobs is None
+
     def rows(self, drafts: Sequence[int] = ()) -> list[SamplingRow]:
         """One row for the next token and one for the token after each draft."""
         return [self.row(drafts[:count]) for count in range(len(drafts) + 1)]

@@ -12,7 +12,7 @@ import functools
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 GROUP = 32
 TILE = 8
 PANEL = 4
@@ -240,6 +240,10 @@ _SIGNATURES = {
     "kv_run_profiled": (None, [POINTER(Op), c_int32, POINTER(Batch), c_void_p]),
     "kv_adjust_logits": (c_int32, [POINTER(Adjustment)]),
     "kv_sample": (c_int32, [POINTER(Sampling)]),
+    "kv_run_steps": (
+        c_int32,
+        [POINTER(Op), c_int32, POINTER(Batch), POINTER(Sampling), c_int32, c_int32, c_void_p],
+    ),
 }
 
 

@@ -24,6 +24,7 @@ from kernels.cpu.library import (
     Op,
     OpKind,
     Routing,
+    Sampling,
     Weight,
     load,
 )
@@ -267,6 +268,25 @@ class Program:
         nanoseconds = torch.zeros(count, dtype=torch.int64)
         load().kv_run_profiled(ops, count, ctypes.byref(batch.struct), nanoseconds.data_ptr())
         return nanoseconds
+
+    def run_steps(
+        self,
+        batch: StepBatch,
+        sampling: Sampling,
+        num_steps: int,
+        block_size: int,
+        nanoseconds: torch.Tensor | None = None,
+    ) -> None:
+        """Runs all operations `num_steps` times, each time with the tokens that the time before drew.
+
+        The batch has one row of each sequence, which is selected, and block tables that reach to the last step; its
+        numbers move on. `sampling` is for all steps (see src/kvasir_cpu.h). nanoseconds int64 [num_ops + 1], if given,
+        has what each operation took added, and sampling. Raises `NativeLibraryError` for any other batch.
+        """
+        ops, count = self._part(batch, 0, None)
+        address = None if nanoseconds is None else nanoseconds.data_ptr()
+        if load().kv_run_steps(ops, count, ctypes.byref(batch.struct), sampling, num_steps, block_size, address) != 0:
+            raise NativeLibraryError(f"{num_steps} steps of {batch.num_rows} rows cannot be run in a row")
 
     def seconds_by_kind(self, nanoseconds: torch.Tensor, first: int = 0) -> dict[str, float]:
         """What `run_profiled` returned for operations from `first` on, added up by kind of operation."""

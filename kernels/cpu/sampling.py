@@ -26,7 +26,7 @@ def adjust_logits(logits: torch.Tensor, batch: SamplingBatch) -> None:
 def sample(
     logits: torch.Tensor, batch: SamplingBatch, probs: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    sampling, token_ids, healthy = _describe(logits, batch)
+    sampling, token_ids, healthy = describe(logits, batch)
     if probs is not None:
         sampling.probs, sampling.probs_stride = _address(probs, torch.float32), probs.stride(0)
     library.load().kv_sample(sampling)
@@ -40,7 +40,7 @@ def verify_drafts(
     draft_probs: torch.Tensor,
     accept_uniforms: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    sampling, token_ids, healthy = _describe(logits, batch)
+    sampling, token_ids, healthy = describe(logits, batch)
     accepted = torch.empty_like(healthy)
     sampling.draft_ids = _address(draft_ids, torch.int64)
     sampling.draft_probs, sampling.draft_probs_stride = _address(draft_probs, torch.float32), draft_probs.stride(0)
@@ -51,9 +51,16 @@ def verify_drafts(
     return accepted, token_ids, healthy
 
 
-def _describe(logits: torch.Tensor, batch: SamplingBatch) -> tuple[library.Sampling, torch.Tensor, torch.Tensor]:
+def describe(
+    logits: torch.Tensor, batch: SamplingBatch, num_steps: int = 1
+) -> tuple[library.Sampling, torch.Tensor, torch.Tensor]:
+    """What the library needs to sample, and where its results will be: token ids and flags, [num_steps * num_rows].
+
+    For several steps the logits [num_rows, vocab_size] are written again by each, and the batch's uniforms are those
+    of all, one step after another.
+    """
     num_rows, vocab_size = logits.shape
-    token_ids, healthy, at_token_ids, at_healthy = _take_results(num_rows)
+    token_ids, healthy, at_token_ids, at_healthy = _take_results(num_steps * num_rows)
     at_logits, *at_settings = _addresses(logits, batch)
     sampling = library.Sampling(num_rows, vocab_size, at_logits, logits.stride(0), *at_settings)
     sampling.token_ids, sampling.healthy = at_token_ids, at_healthy

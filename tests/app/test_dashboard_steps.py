@@ -87,7 +87,7 @@ def test_a_step_is_described_by_time_and_shares(timeline: StepTimeline, engine: 
         "Step 1,234: 38 ms",
         "Paged attention: 256 prompt tokens",
         "Rust lifetimes: 1 new token, 3 of 4 drafts accepted",
-        "a closed chat: 2 new tokens",
+        "a closed chat: 2 new tokens in a row",
     ]
 
 

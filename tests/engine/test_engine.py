@@ -139,12 +139,13 @@ def test_tokens_beyond_the_tokenizers_vocabulary_disturb_nobody(engine):
 def test_cancelling_ends_a_request_before_the_next_step_and_keeps_its_text(engine):
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     engine.add_request("running", engine.tokenizer.encode("One, two, three,"), params)
-    text = "".join(output.text for _ in range(4) for output in engine.step())
+    outputs = [output for _ in range(4) for output in engine.step()]
+    text = "".join(output.text for output in outputs)
     assert engine.cancel("running")
     assert engine.pool.num_used == 0
     (last,) = engine.step()
     assert last.finish_reason == "cancelled" and last.metrics is not None
-    assert last.metrics.output_tokens == 4
+    assert last.metrics.output_tokens == sum(len(output.token_ids) for output in outputs) >= 4
     assert text + last.text == engine.tokenizer.decode(engine.tokenizer.encode(text + last.text))
     assert not engine.has_work and not engine.cancel("running")
 

@@ -64,7 +64,8 @@ def test_stream_gives_the_same_answer_piece_by_piece(llm):
     pieces = list(llm.stream("The sun is", GREEDY))
     assert "".join(piece.text for piece in pieces) == whole.text
     assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
-    assert [piece.finish_reason for piece in pieces] == [None] * 5 + ["length"]
+    assert len(pieces) > 1
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
 
 
 def test_a_stream_that_is_let_go_is_cancelled(llm):

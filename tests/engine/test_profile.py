@@ -10,6 +10,7 @@ import pytest
 from engine import profile as profile_command
 from engine import profiler
 from engine.engine import Engine
+from engine.pace import MOST_STEPS
 from engine.profiler import HEAD, KERNELS, MODEL, REST, Breakdown, Profile, Profiler
 from engine.protocol import EngineConfig
 from engine.runner import NativeRunner
@@ -59,7 +60,7 @@ def test_the_parts_of_a_native_step_add_up_to_its_time(folder, monkeypatch):
     prefill, decode = measure(engine)
     assert "run" not in vars(engine._runner.decoder.program)
     for breakdown, sequences, runs in ((prefill, 1, 1), (decode, 3, 8)):
-        assert (breakdown.sequences, breakdown.runs) == (sequences, runs)
+        assert breakdown.sequences == sequences and runs <= breakdown.runs < runs + MOST_STEPS
         assert names(breakdown) - {"telemetry"} == SHARED_PARTS | {KERNELS, HEAD}
         assert sum(part.ms for part in breakdown.parts) == pytest.approx(breakdown.profiled_ms)
         assert sum(part.share for part in breakdown.parts) == pytest.approx(1.0)

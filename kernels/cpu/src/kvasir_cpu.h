@@ -29,7 +29,7 @@ extern "C" {
 #define KV_EXPORT __attribute__((visibility("default")))
 #endif
 
-enum { KV_ABI_VERSION = 5, KV_GROUP = 32, KV_TILE = 8, KV_PANEL = 4 };
+enum { KV_ABI_VERSION = 6, KV_GROUP = 32, KV_TILE = 8, KV_PANEL = 4 };
 
 // As GGUF files have them, whose numbers all are held exactly; and plain numbers.
 enum KvWeightFormat {
@@ -260,6 +260,12 @@ KV_EXPORT int32_t kv_matmul(const KvWeight* weight, int32_t activation, const fl
 // Both return 0, or -1 for a cell, slot or draft that is out of range; nothing is changed then.
 KV_EXPORT int32_t kv_adjust_logits(const KvAdjustment* adjustment);
 KV_EXPORT int32_t kv_sample(const KvSampling* sampling);
+// Runs the operations, whose last write the logits that are sampled from, num_steps times; what a step draws, the next
+// one reads, one place further on, and the batch's numbers move on with it. Every sequence has one row, and that is
+// selected; block_tables reach to the last step's places. uniforms, token_ids and healthy are [num_steps][num_rows].
+// nanoseconds is NULL or [num_ops + 1], for what kv_run_profiled adds, and sampling. Returns 0, or -1 for other batches.
+KV_EXPORT int32_t kv_run_steps(const KvOp* ops, int32_t num_ops, const KvBatch* batch, const KvSampling* sampling,
+                               int32_t num_steps, int32_t block_size, int64_t* nanoseconds);
 
 #ifdef __cplusplus
 }
