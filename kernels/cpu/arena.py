@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import threading
 import time
 import weakref
-from contextlib import suppress
 
 import torch
 
@@ -19,6 +17,8 @@ _SLOW = 1e-3
 all of it takes 3 to 6 ms, and often has ordinary pages at hand that it used before."""
 _REST = 1.0
 """Seconds without an allocation after which whoever loads is done."""
+_PAUSE = 4.0
+"""How long to leave everybody in peace after a piece, in times of what it took."""
 _MADV_COLLAPSE = 25
 """Linux 6.1 and later; Python does not name it."""
 
@@ -27,7 +27,7 @@ class Arena:
     """Memory shared by many matrices, most of which are smaller than a huge page.
 
     Only the matrices keep its pages alive: they go with the last of them. Where huge pages come slowly, matrices get
-    ordinary ones, which a thread makes huge later, in time that nobody else wants.
+    ordinary ones, which a thread makes huge later.
     """
 
     def __init__(self) -> None:
@@ -81,8 +81,6 @@ class Arena:
             self._gatherer.start()
 
     def _gather(self) -> None:
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread only
         while (rest := self._last_use + _REST - time.monotonic()) > 0:
             time.sleep(rest)
         with self._lock:
@@ -103,5 +101,8 @@ def _make_huge(pages: weakref.ref[mmap.mmap]) -> None:
         del held  # or whoever drops them would have to wait for their memory
         # Through ctypes, since `mmap.madvise` lets no other Python run. A refusal leaves the piece as it was, and what
         # may lie there meanwhile is no worse on a huge page.
+        begin = time.perf_counter()
         libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE)
         first += _HUGE_PAGE
+        # Who reads that piece has to wait meanwhile. At a low priority this took longest just when cores were busy.
+        time.sleep(_PAUSE * (time.perf_counter() - begin))
