@@ -15,9 +15,9 @@ _ARENA_BYTES = 32 << 20
 _SLOW = 1e-3
 """Seconds for a huge page, several times what it takes to clear one. A virtual machine that has to ask its host for
 all of it takes 3 to 6 ms, and often has ordinary pages at hand that it used before."""
-_REST = 1.0
+_REST = 0.3
 """Seconds without an allocation after which whoever loads is done."""
-_PAUSE = 4.0
+_PAUSE = 1.0
 """How long to leave everybody in peace after a piece, in times of what it took."""
 _MADV_COLLAPSE = 25
 """Linux 6.1 and later; Python does not name it."""

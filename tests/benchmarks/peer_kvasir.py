@@ -80,7 +80,7 @@ def measure(model: Path, threads: int, work: Workload) -> dict[str, float]:
         return rate
 
     for sequences in work.concurrency:
-        figures[f"decode_{sequences}_tok_s"] = max(decode(sequences) for _ in range(2))
+        figures[f"decode_{sequences}_tok_s"] = max(decode(sequences) for _ in range(4))
 
     figures["verify_steps"] = _verify_steps(engine, work)
 

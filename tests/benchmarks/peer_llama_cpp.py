@@ -95,7 +95,7 @@ def measure(model: Path, threads: int, work: Workload) -> dict[str, float]:
         return sequences * work.decode_tokens / (time.perf_counter() - begin)
 
     for sequences in work.concurrency:
-        figures[f"decode_{sequences}_tok_s"] = max(decode(sequences) for _ in range(2))
+        figures[f"decode_{sequences}_tok_s"] = max(decode(sequences) for _ in range(4))
 
     llama.forget()
     middle = len(work.prompt) // 2
