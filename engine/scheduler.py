@@ -186,13 +186,15 @@ class Scheduler:
     def prolong(self, plan: StepPlan, num_steps: int) -> StepPlan:
         """As many steps in a row as can be, up to `num_steps`, where `plan` computes only everybody's latest token.
 
-        No answer may reach its limit before the last of them, nobody is preempted, and nobody who waits has to wait
-        longer.
+        No answer may reach its limit before the last of them, nobody is preempted, and nobody waits longer for them,
+        be it for the first token of an answer.
         """
         entries = plan.scheduled
-        if self.waiting or any(e.num_new_tokens != 1 or not e.samples or e.source_row is not None for e in entries):
-            return plan
         requests = [entry.request for entry in entries]
+        if self.waiting or not entries or not all(request.num_output_tokens for request in requests):
+            return plan
+        if any(e.num_new_tokens != 1 or not e.samples or e.source_row is not None for e in entries):
+            return plan
         num_steps = min([num_steps, *(r.max_tokens - r.num_output_tokens for r in requests)])
         while num_steps > 1 and not self._has_room_for(requests, num_steps - 1):
             num_steps -= 1

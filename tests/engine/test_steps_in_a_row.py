@@ -220,6 +220,15 @@ def test_no_more_steps_than_limits_and_blocks_allow_and_nobody_waits_for_them():
     decoding(scheduler, [3, 6], max_tokens=9)
     # Each has one block or two, one is free: the second one fills its own with its eighth token.
     assert scheduler.prolong(scheduler.schedule(), 8).num_steps == 2
+    beginning = Request("one token", [1], max_tokens=3)
+    scheduler.finish(scheduler.running[-1], "cancelled")
+    scheduler.add(beginning)
+    plan = scheduler.schedule()
+    assert [entry.num_new_tokens for entry in plan.scheduled] == [1, 1]
+    assert scheduler.prolong(plan, 8) is plan, "its first token comes at once"
+    scheduler.commit(plan, [[1], [2]])
+    assert scheduler.prolong(scheduler.schedule(), 8).num_steps == 2
+    assert scheduler.prolong(StepPlan([], []), 8).num_steps == 1, "nothing to do"
     waiting = Request("late", [1, 2], max_tokens=3)
     scheduler.add(waiting)
     plan = scheduler.schedule()
