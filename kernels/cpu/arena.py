@@ -7,6 +7,7 @@ import mmap
 import threading
 import time
 import weakref
+from contextlib import suppress
 
 import torch
 
@@ -58,7 +59,7 @@ class Arena:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._pages, self._used, self._touched = weakref.ref(pages), 0, 0
         if self._is_huge:
-            pages.madvise(mmap.MADV_HUGEPAGE)
+            _advise(pages, mmap.MADV_HUGEPAGE)
         else:
             self._gather_later(pages)
         return pages
@@ -71,7 +72,7 @@ class Arena:
         self._touched = -(-self._used // _HUGE_PAGE) * _HUGE_PAGE
         if elapsed > _SLOW:
             self._is_huge = False
-            pages.madvise(mmap.MADV_NOHUGEPAGE)
+            _advise(pages, mmap.MADV_NOHUGEPAGE)
             self._gather_later(pages)
 
     def _gather_later(self, pages: mmap.mmap) -> None:
@@ -90,13 +91,18 @@ class Arena:
             _make_huge(pages)
 
 
+def _advise(pages: mmap.mmap, advice: int) -> None:
+    with suppress(OSError):  # of a system that was built without huge pages, where ordinary ones serve
+        pages.madvise(advice)
+
+
 def _make_huge(pages: weakref.ref[mmap.mmap]) -> None:
     """Moves what lies on ordinary pages to huge ones, piece by piece, as long as somebody else keeps it."""
     libc, first = ctypes.CDLL(None, use_errno=True), 0
     while (held := pages()) is not None and first < len(held):
         if first == 0:
             # Alone, where the system lacks the other: it does the same in the background, in minutes.
-            held.madvise(mmap.MADV_HUGEPAGE)
+            _advise(held, mmap.MADV_HUGEPAGE)
         address = torch.frombuffer(held, dtype=torch.uint8).data_ptr() + first
         del held  # or whoever drops them would have to wait for their memory
         # Through ctypes, since `mmap.madvise` lets no other Python run. A refusal leaves the piece as it was, and what

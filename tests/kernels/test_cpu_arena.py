@@ -96,3 +96,12 @@ def test_pages_that_are_dropped_meanwhile_are_left_alone(monkeypatch: pytest.Mon
     assert memory._is_huge, "the next load tries again"
     matrices, copies = fill(memory, [2 * MIB])
     assert torch.equal(matrices[0], copies[0])
+
+
+def test_a_system_without_huge_pages_serves_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, unknown = mmap.mmap(-1, 4 * MIB), 12345
+    with pytest.raises(OSError):
+        pages.madvise(unknown)
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", unknown)
+    matrices, copies = fill(Arena(), [3 * MIB, 40 * MIB])
+    assert all(torch.equal(data, copy) for data, copy in zip(matrices, copies, strict=True))
