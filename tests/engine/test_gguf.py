@@ -121,6 +121,7 @@ def test_strings_with_zero_bytes_and_none_at_all_are_read_as_they_are(tmp_path: 
         ("pairs of one word", [f"{word} " for word in words]),
         ("pairs of 32 bytes", [f"{word:_>29} ü" for word in words]),  # whose length is a space
         ("a pair of three", [*(f"{word} a" for word in words), "a b c"]),
+        ("none after three", [*(f"{word} a" for word in words), "a b c", "ab"]),
         ("three and none", [*(f"{word} a" for word in words), "ab", "a b c"]),
         ("few pairs", ["a b", "c d"]),
     ):
