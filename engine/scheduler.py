@@ -193,7 +193,7 @@ class Scheduler:
         requests = [entry.request for entry in entries]
         if self.waiting or not entries or not all(request.num_output_tokens for request in requests):
             return plan
-        if any(e.num_new_tokens != 1 or not e.samples or e.source_row is not None for e in entries):
+        if any(entry.num_new_tokens != 1 or not entry.samples for entry in entries):
             return plan
         num_steps = min([num_steps, *(r.max_tokens - r.num_output_tokens for r in requests)])
         while num_steps > 1 and not self._has_room_for(requests, num_steps - 1):
@@ -201,7 +201,7 @@ class Scheduler:
         for request in requests if num_steps > 1 else ():
             grown = self._grow(request, request.num_tokens + num_steps - 1)
             assert grown, "room was checked"
-        return StepPlan(entries, plan.preempted, max(1, num_steps))
+        return StepPlan(entries, plan.preempted, num_steps)
 
     def _has_room_for(self, requests: list[Request], num_more_tokens: int) -> bool:
         """Whether each of them can get so many tokens more, and what it has computed stays what it is."""

@@ -14,15 +14,6 @@ from kernels.cpu.packing import pack
 from kernels.cpu.program import Program, StepBatch
 from kernels.kv import quantize_int8
 
-
-@pytest.fixture(params=library.instruction_sets())
-def instruction_set(request: pytest.FixtureRequest):
-    before = library.instruction_set()
-    library.use_instruction_set(request.param)
-    yield request.param
-    library.use_instruction_set(before)
-
-
 CACHE_KINDS = {torch.float32: CacheKind.F32, torch.float16: CacheKind.F16, torch.int8: CacheKind.INT8}
 
 

@@ -34,14 +34,6 @@ CODE_BYTES = {
 }
 
 
-@pytest.fixture(params=library.instruction_sets())
-def instruction_set(request: pytest.FixtureRequest):
-    before = library.instruction_set()
-    library.use_instruction_set(request.param)
-    yield request.param
-    library.use_instruction_set(before)
-
-
 def random_weight(source_format: WeightFormat, rows: int, groups: int) -> tuple[PackedWeight, torch.Tensor]:
     """A packed weight of `groups` blocks a row, at least 32 columns each, and what gguf says it stands for."""
     columns = groups * max(library.GROUP, FORMATS_OF_ROWS[source_format.name].block_elements)

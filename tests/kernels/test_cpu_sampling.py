@@ -34,14 +34,6 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(params=library.instruction_sets())
-def instruction_set(request: pytest.FixtureRequest):
-    before = library.instruction_set()
-    library.use_instruction_set(request.param)
-    yield request.param
-    library.use_instruction_set(before)
-
-
 def batch_of(settings: list[dict], uniforms: torch.Tensor | None = None) -> SamplingBatch:
     def column(name: str, off: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([each.get(name, off) for each in settings]).to(dtype)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.cpu import library, sampling
+from kernels.cpu import sampling
 from kernels.cpu.library import NativeLibraryError, WeightFormat
 from kernels.cpu.packing import pack
 from kernels.cpu.program import Program, StepBatch
@@ -15,14 +15,6 @@ from kernels.sampling import SamplingBatch
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 90
-
-
-@pytest.fixture(params=library.instruction_sets())
-def instruction_set(request: pytest.FixtureRequest):
-    before = library.instruction_set()
-    library.use_instruction_set(request.param)
-    yield request.param
-    library.use_instruction_set(before)
 
 
 def bigrams(max_rows: int) -> tuple[Program, torch.Tensor]:
